@@ -1,11 +1,11 @@
-"""Numbers as the device has them, for its integer functions run on the host."""
+"""Integers with the semantics of the device, to run its integer functions on the host."""
 
 from __future__ import annotations
 
 
 class Word(int):
-    """An int32 of the device: it must not overflow, and division of negative numbers would round
-    the other way."""
+    """An int32 of the device: it must not overflow, and must not divide negative numbers, which the
+    device rounds the other way."""
 
     def _make(self, value: int) -> Word:
         assert -(2**31) <= value < 2**31, "int32 overflows"

@@ -1,8 +1,8 @@
-"""What the property-based tests share: strategies, operands in awkward memory, and the judge of a
-result.
+"""Shared by property-based tests: strategies, operands with unusual alignment and strides, and the
+check of a result.
 
-Hypothesis draws in the process of the tests; a world of two makes each call. Examples are few,
-since kernels are interpreted, and are not shrunk, since a world is slow.
+Hypothesis draws in the test process, and a world of two makes each call. Examples are few, since
+kernels are interpreted, and are not shrunk, since a world is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tileweave as tw
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 65504.0)
-Planted = tuple[tuple[int, int, float], ...]  # (rank, place, value)
+Planted = tuple[tuple[int, int, float], ...]  # (rank, index, value)
 
 sizes = st.one_of(st.integers(0, 3), st.integers(4, 40))
 dtypes = st.sampled_from(sorted(TOLERANCE))
@@ -33,8 +33,8 @@ planted = st.lists(
 
 
 def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None]) -> None:
-    """``check`` of ``count`` examples, the same ones each time; of TILEWEAVE_PROPERTIES times as
-    many, for a longer search."""
+    """Run ``check`` on ``count`` examples, the same ones each time, or on TILEWEAVE_PROPERTIES
+    times as many for a longer search."""
     few = settings(
         max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")),
         deadline=None,
@@ -47,8 +47,8 @@ def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None
 
 
 def in_world(world: World, function: Callable[[Member, Any], None]) -> Callable[[Any], None]:
-    """A check: ``function`` finds nothing wrong on any rank. A world ends with an exception, and
-    there are more examples."""
+    """A check that ``function`` reports no error on any rank. An exception ends a world, and there
+    are more examples."""
 
     def check(example: Any) -> None:
         found = world.run(attempt, function.__module__, function.__name__, example)
@@ -68,8 +68,8 @@ def attempt(me: Member, module: str, name: str, example: object) -> str:
 
 
 def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
-    """``values`` in memory that starts ``offset`` elements late, with ``gap`` elements between rows
-    if it is a matrix."""
+    """``values`` in memory that starts at element ``offset``, with ``gap`` elements between rows if
+    it is a matrix."""
     rows, cols = values.shape if values.dim() == 2 else (1, values.numel())
     storage = torch.empty(offset + rows * (cols + gap) + 1, dtype=values.dtype)
     storage.fill_(float("nan") if values.is_floating_point() else -99)
@@ -82,7 +82,7 @@ def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
 
 
 def plant(tensors: list[torch.Tensor], what: Planted) -> None:
-    """Values at places of the ranks' tensors, which are contiguous."""
+    """Write values at indices of the tensors of the ranks, which are contiguous."""
     for owner, place, value in what:
         if tensors[owner].numel():
             tensors[owner].view(-1)[place % tensors[owner].numel()] = value
@@ -91,11 +91,11 @@ def plant(tensors: list[torch.Tensor], what: Planted) -> None:
 def judge(
     got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tensor | None = None
 ) -> None:
-    """``got`` is ``want`` (fp64) as its dtype holds it: NaN and infinities where they must be, and
-    nowhere else.
+    """Check that ``got`` is ``want`` (fp64) within its dtype: NaN and infinities where they must
+    be, and nowhere else.
 
-    ``parts`` [parts, ...]: what was rounded before it was added. Where one of them is finite, and
-    the dtype cannot hold it, nothing is asked of the sum.
+    ``parts`` [parts, ...] are values that were rounded before they were added. Where one of them is
+    finite but exceeds the dtype, the sum is not checked.
     """
     assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
     limit, name = torch.finfo(got.dtype).max, str(got.dtype).removeprefix("torch.")
@@ -127,12 +127,12 @@ def scale_of(*tensors: torch.Tensor | None) -> float:
 
 @dataclass(frozen=True)
 class Example:
-    """One call. ``rows``: of a shard of x or y, or of all for an all-reduce; ``cols``, ``depth``:
-    of a rank.
+    """One call.
 
-    ``between``: a dimension between rows and columns (0: none). ``offset``: elements by which x, w,
-    the results start off a 16-byte boundary; ``gap``: between rows of w. ``second``: ask for the
-    second result: gathered input, or norm.
+    ``rows`` are those of a shard of x or y, or all rows for an all-reduce. ``cols`` and ``depth``
+    are per rank. ``between`` is the size of a dimension between rows and columns (0: none).
+    ``offset`` is by how many elements x, w and the results are off a 16-byte boundary. ``gap`` is
+    between rows of w. ``second`` asks for the second result: gathered input, or norm.
     """
 
     op: str
@@ -155,7 +155,7 @@ class Example:
 
     @property
     def inner(self) -> int:
-        """Rows of the matrix behind one row of x."""
+        """Rows of the matrix per row of x."""
         return max(self.between, 1)
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -190,8 +190,8 @@ def examples(op: str) -> st.SearchStrategy[Example]:
 
 @dataclass
 class Drawn:
-    """Matrices of one call: x and w of every rank, what all ranks share, and the result in fp64
-    with its parts."""
+    """Matrices of one call: x and w of every rank, shared operands, and the result in fp64 with its
+    parts."""
 
     x: list[torch.Tensor]
     w: list[torch.Tensor]
@@ -227,7 +227,7 @@ def drawn(example: Example, rank: int, size: int) -> Drawn:
         mine = slice(rank * e.rows * e.inner, (rank + 1) * e.rows * e.inner)
         want, parts = want[mine], parts[:, mine] if parts is not None else None
     if residual is not None and parts is not None:
-        # unfused, the sum is rounded before the residual comes
+        # unfused, the sum is rounded before the residual is added
         parts = torch.cat([parts, want[None]])
         want = want + residual.double()
     return Drawn(x, w, bias, residual, norm_weight, want, parts)
@@ -275,14 +275,14 @@ def check_call(me: Member, example: Example) -> None:
     kept = second.reshape(d.want.shape)
     judge(kept, d.want, scale, d.parts)
     assert d.norm_weight is not None
-    k = kept.double()  # the norm is of the sum as it was rounded
+    k = kept.double()  # the input of the norm is the rounded sum
     normed = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + EPS) * d.norm_weight.double()
     return judge(flat, normed, scale_of(normed))
 
 
 def aliases(me: Member, example: tuple[str, str, int]) -> str:
-    """``out=`` in the storage of an input, overlapping or beside it: what the error says ("": there
-    is none)."""
+    """Pass ``out=`` in the storage of an input, overlapping or not. Return the error, "" if there
+    is none."""
     op, which, shift = example
     rows = 4
     storage = torch.zeros(4096)
