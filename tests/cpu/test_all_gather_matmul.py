@@ -255,9 +255,9 @@ def test_backward_collectives(world: World) -> None:
     case = Case(7, 18, 40, bias=True)
     fused = has_kernel(RS)
     sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
-    world.run(backward.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
+    world.run(backward.backward_collectives, case, {**gathers, **sums}, 7 * 40)
     world.run(
-        backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size)
+        backward.backward_collectives, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size)
     )
 
 
@@ -299,7 +299,7 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
 
 
 def test_same_bits_on_every_call(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.the_same_bits, Case(7, 18, 40, "float16", bias=True))
+    worlds("gloo", 3).run(behaviour.same_bits_twice, Case(7, 18, 40, "float16", bias=True))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.support import gluon_as_triton as twins
+from tests.support import gluon_as_triton
 from tests.support.experts import Case
 from tests.support.worlds import Worlds
 
@@ -23,7 +23,7 @@ ROUTINGS = (
     "one_rank",
     "empty_experts",
     "holes",
-    "nobody",
+    "no_choices",
     "repeated",
 )
 CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
@@ -32,19 +32,21 @@ LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)
 
 
 def test_combine_sums_of_two_warps(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(twins.parity, [*CASES, LONG], [TWO_WARPS])
+    worlds("gloo", 3).run(gluon_as_triton.parity, [*CASES, LONG], [TWO_WARPS])
 
 
 def test_combine_sums_of_eight_warps(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(twins.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS])
+    worlds("gloo", 3).run(
+        gluon_as_triton.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS]
+    )
 
 
 def test_combine_sums_of_many_chunks(worlds: Worlds) -> None:
     """Own blocks among those for peers, behind them, or none."""
     few, many = (replace(TWO_WARPS, chunks=chunks, block_tokens=2, tile_n=16) for chunks in (3, 5))
     cases = [replace(SMALL, tokens=(11, 0, 3), cols=70), replace(SMALL, tokens=(4, 5), cols=90)]
-    worlds("gloo", 3).run(twins.parity, cases, [few, many])
+    worlds("gloo", 3).run(gluon_as_triton.parity, cases, [few, many])
 
 
 def test_combine_sums_without_weights(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(twins.parity, [SMALL, LONG], [TWO_WARPS], False)
+    worlds("gloo", 2).run(gluon_as_triton.parity, [SMALL, LONG], [TWO_WARPS], False)

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import combine as combining
-from tests.support import experts
+from tests.support import combine, experts
 from tests.support.calls import refusal, run_either
 from tests.support.worlds import Member, Worlds, one_shot
 
@@ -154,18 +153,18 @@ def test_lookup_columns(worlds: Worlds) -> None:
 
 def gradients_without_weights(me: Member, case: experts.Case) -> None:
     """Of a combine whose rows all count once."""
-    drawn = combining.draw_all(case, me.world_size, 0)
-    once = [combining.Drawn(d.values, d.experts, d.ids, torch.ones_like(d.weights)) for d in drawn]
-    c = combining.prepare(case, me.rank, me.world_size, me.device, 0)
+    drawn = combine.draw_all(case, me.world_size, 0)
+    once = [combine.Drawn(d.values, d.experts, d.ids, torch.ones_like(d.weights)) for d in drawn]
+    c = combine.prepare(case, me.rank, me.world_size, me.device, 0)
     rows = int(c.plan.offsets[-1])
     c.y[rows:] = 0
     y, weights = c.y.requires_grad_(), c.experts.requires_grad_()
-    by = combining.coefficients(case, me.rank).float()
+    by = combine.coefficients(case, me.rank).float()
     (tw.grouped_matmul_combine(y, weights, c.plan).float() * by).sum().backward()
-    with mock.patch.object(combining, "draw_all", return_value=once):
-        wanted_y, wanted_weights, _ = combining.expected_gradients(case, me.rank, me.world_size, 0)
-    combining.near(y.grad[:rows], wanted_y, case, "y")
-    combining.near(weights.grad, wanted_weights, case, "experts")
+    with mock.patch.object(combine, "draw_all", return_value=once):
+        wanted_y, wanted_weights, _ = combine.expected_gradients(case, me.rank, me.world_size, 0)
+    combine.verify_near(y.grad[:rows], wanted_y, case, "y")
+    combine.verify_near(weights.grad, wanted_weights, case, "experts")
 
 
 @pytest.mark.parametrize("size", [1, 2])

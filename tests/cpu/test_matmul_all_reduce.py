@@ -67,7 +67,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
 
 
 def test_same_bits_on_every_call(world: World) -> None:
-    world.run(behaviour.the_same_bits, replace(FULL, dtype="float16"))
+    world.run(behaviour.same_bits_twice, replace(FULL, dtype="float16"))
 
 
 def many_shapes(me: Member) -> None:
@@ -121,7 +121,7 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
 
 def test_backward_sends_nothing(worlds: Worlds) -> None:
     """It keeps x, the weight, and of the norm its weight and what went into it."""
-    worlds("gloo", 3).run(backward.what_backward_sends, FULL, {}, 7 * 40 + 7 * 18 + 18)
+    worlds("gloo", 3).run(backward.backward_collectives, FULL, {}, 7 * 40 + 7 * 18 + 18)
 
 
 def finite_differences(me: Member) -> None:
@@ -208,11 +208,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     changes, pattern = WRONG[name]
-    worlds("gloo", 2).run(behaviour.refused, AR, {"x": X, "w": W, **changes}, pattern)
+    worlds("gloo", 2).run(behaviour.check_refusal, AR, {"x": X, "w": W, **changes}, pattern)
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.refused_alias, AR, (8, 8), (4, 8), (8, 4))
+    worlds("gloo", 2).run(behaviour.check_alias_is_refused, AR, (8, 8), (4, 8), (8, 4))
 
 
 def results_in_one_place(me: Member) -> list[str]:
@@ -264,7 +264,7 @@ def test_norm_eps_is_compared_between_ranks(worlds: Worlds) -> None:
 
 
 def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, AR)
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, AR)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and AR in texts[0]
 

@@ -89,7 +89,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds, op: str) -> None:
 
 @both
 def test_same_bits_on_every_call(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 3).run(behaviour.the_same_bits, case(op, 7, 9, 20, "float16", bias=True))
+    worlds("gloo", 3).run(behaviour.same_bits_twice, case(op, 7, 9, 20, "float16", bias=True))
 
 
 def many_shapes(me: Member, op: str) -> None:
@@ -171,7 +171,7 @@ def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> N
     """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as
     x."""
     worlds("gloo", 3).run(
-        backward.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
+        backward.backward_collectives, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
     )
 
 
@@ -226,19 +226,24 @@ def test_wrong_input(worlds: Worlds, name: str) -> None:
     op, (x, w, bias, out), (scatter, gather), pattern = WRONG[name]
     options = {"scatter_dim": scatter, "gather_dim": gather}
     worlds("gloo", 2).run(
-        behaviour.refused, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options
+        behaviour.check_refusal, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options
     )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
     worlds("gloo", 2).run(
-        behaviour.refused_alias, OUT, (8, 8), (4, 8), (16, 2), {"scatter_dim": 1, "gather_dim": 0}
+        behaviour.check_alias_is_refused,
+        OUT,
+        (8, 8),
+        (4, 8),
+        (16, 2),
+        {"scatter_dim": 1, "gather_dim": 0},
     )
 
 
 @both
 def test_mismatched_calls_raise_on_every_rank(worlds: Worlds, op: str) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, op, {"scatter_dim": 0, "gather_dim": 0})
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, op, {"scatter_dim": 0, "gather_dim": 0})
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and op in texts[0]
 

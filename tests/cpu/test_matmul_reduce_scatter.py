@@ -61,7 +61,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
 
 
 def test_same_bits_on_every_call(world: World) -> None:
-    world.run(behaviour.the_same_bits, case(7, 18, 40, "float16", bias=True))
+    world.run(behaviour.same_bits_twice, case(7, 18, 40, "float16", bias=True))
 
 
 def many_shapes(me: Member) -> None:
@@ -114,7 +114,7 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
 
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds) -> None:
     """dgrad hands the gathered gradient to wgrad and to the bias."""
-    worlds("gloo", 3).run(backward.what_backward_sends, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
+    worlds("gloo", 3).run(backward.backward_collectives, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
 
 
 def finite_differences(me: Member) -> None:
@@ -192,16 +192,16 @@ WRONG = {
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     (x, w, bias, out), pattern = WRONG[name]
     worlds("gloo", 2).run(
-        behaviour.refused, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern
+        behaviour.check_refusal, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern
     )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.refused_alias, RS, (8, 8), (4, 8), (4, 4))
+    worlds("gloo", 2).run(behaviour.check_alias_is_refused, RS, (8, 8), (4, 8), (4, 4))
 
 
 def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, RS)
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, RS)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and RS in texts[0]
 

@@ -43,7 +43,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds, op: str) -> None:
 
     def check(example: tuple[str, str, int]) -> None:
         other = "out=" if example[1] == "residual_out" else "an input"
-        for text in world.run(properties.aliases, example):
+        for text in world.run(properties.alias_error, example):
             assert f"in the storage of {other};" in text, f"{example}: {text!r}"
 
     for_any(st.tuples(st.just(op), st.sampled_from(INPUTS[op]), st.integers(0, 3000)), 12, check)

@@ -1,7 +1,7 @@
 """Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an
 error says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the judge, ``tests/support/embedding.py`` the
+``tests/support/properties.py`` has the strategies and the check, ``tests/support/embedding.py`` the
 oracle.
 """
 
@@ -22,15 +22,15 @@ pytest.importorskip("hypothesis")
 from hypothesis import strategies as st
 from tests.support.properties import (
     Planted,
+    check_result,
     dtypes,
     for_any,
     in_world,
-    judge,
     offsets,
-    placed,
-    plant,
     planted,
     scale_of,
+    with_gaps,
+    write_special_values,
 )
 
 import tileweave as tw
@@ -80,7 +80,9 @@ EXAMPLES = st.builds(
 def drawn(example: Example, rank: int) -> Bags:
     bags = embedding.draw(example.case, rank, torch.device("cpu"), example.seed)
     if bags.tables:
-        plant([bags.tables[0]] * 2, tuple(one for one in example.planted if one[0] == rank))
+        write_special_values(
+            [bags.tables[0]] * 2, tuple(one for one in example.planted if one[0] == rank)
+        )
     return bags
 
 
@@ -103,11 +105,11 @@ def check_call(me: Member, example: Example) -> None:
             largest, scale_of(*theirs.tables) * (scale_of(theirs.weights) if case.weighted else 1.0)
         )
     at_tables, at_lists, at_out = example.offset
-    weights = None if bags.weights is None else placed(bags.weights, at_lists)
+    weights = None if bags.weights is None else with_gaps(bags.weights, at_lists)
     arguments = (
-        [placed(t, at_tables) for t in bags.tables],
-        placed(bags.indices, at_lists),
-        placed(bags.offsets, at_lists),
+        [with_gaps(t, at_tables) for t in bags.tables],
+        with_gaps(bags.indices, at_lists),
+        with_gaps(bags.offsets, at_lists),
     )
     options: dict[str, object] = {
         "batch": case.batch,
@@ -118,19 +120,19 @@ def check_call(me: Member, example: Example) -> None:
     }
     out = None
     if example.result == "out":
-        out = placed(torch.full(want.shape, float("nan"), dtype=case.result_dtype), at_out)
+        out = with_gaps(torch.full(want.shape, float("nan"), dtype=case.result_dtype), at_out)
     elif example.result == "again":
         out = tw.embedding_bag_all_to_all(*arguments, **options)  # type: ignore[arg-type]
         out.fill_(float("nan"))
     y = tw.embedding_bag_all_to_all(*arguments, out=out, **options)  # type: ignore[arg-type]
     assert y.dtype == case.result_dtype and (out is None or y is out)
     scale = largest * max(1, case.longest, case.giant) ** 0.5
-    judge(y, want, scale)
+    check_result(y, want, scale)
     if bags.tables:  # the local lookup
         alone = tw.embedding_bag(
             *arguments, mode=case.mode, per_sample_weights=weights, out_dtype=case.result_dtype
         )
-        judge(alone, embedding.pooled(bags, case), scale)
+        check_result(alone, embedding.pooled(bags, case), scale)
 
 
 @pytest.mark.timeout(2000)
@@ -138,7 +140,7 @@ def test_any_bags(worlds: Worlds) -> None:
     for_any(EXAMPLES, 35, in_world(worlds("gloo", 2), check_call))
 
 
-def aliases(me: Member, example: tuple[str, int]) -> str:
+def alias_error(me: Member, example: tuple[str, int]) -> str:
     """``out=`` in the storage of an input: what the error says ("": there is none)."""
     which, shift = example
     storage = torch.zeros(4096)
@@ -165,7 +167,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds) -> None:
     world = worlds("gloo", 2)
 
     def check(example: tuple[str, int]) -> None:
-        for text in world.run(aliases, example):
+        for text in world.run(alias_error, example):
             assert "storage of an input" in text, f"{example}: {text!r}"
 
     for_any(st.tuples(st.sampled_from(["tables", "weights"]), st.integers(0, 3000)), 8, check)
@@ -222,7 +224,7 @@ LISTS = st.builds(
 
 def check_lists(me: Member, example: Lists) -> None:
     everyone = [example.of(rank) for rank in range(me.world_size)]
-    lengths, values, scales = (placed(t, example.offset) for t in everyone[me.rank])
+    lengths, values, scales = (with_gaps(t, example.offset) for t in everyone[me.rank])
     weights = None if example.weight_dtype is None else scales.to(example.weight_dtype)
     indices, ends, got = tw.distribute_indices(lengths, values, example.features, weights=weights)
     want: list[list] = [[], []]

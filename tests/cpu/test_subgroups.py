@@ -90,10 +90,10 @@ def experts(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     torch.stack([y.square().sum() for y in ys]).sum().backward()
     y = module(xs[rank])
     y.square().sum().backward()
-    moe.near(y, ys[rank].detach(), layer, "y")
+    moe.verify_near(y, ys[rank].detach(), layer, "y")
     mine = slice(rank * layer.experts, (rank + 1) * layer.experts)
     for name in ("down_proj", "gate_up_proj"):
-        moe.near(
+        moe.verify_near(
             getattr(module.experts, name).grad, leaves[f"experts.{name}"].grad[mine], layer, name
         )
 

@@ -9,12 +9,12 @@ import pytest
 from tests.support import (
     backward,
     behaviour,
+    combine,
     embedding,
     embedding_backward,
     experts,
     sharded_embedding,
 )
-from tests.support import combine as combining
 from tests.support import moe_layer as moe
 from tests.support.calls import call_unfused
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case
@@ -66,8 +66,8 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "bags": (sharded_embedding.sharded_embedding_bag, ("adagrad",)),
     "dispatch": (experts.public_calls, (DISPATCHED, "unfused")),
     "gradients of a dispatch": (experts.gradients, (ROUTED,)),
-    "combine": (combining.public_calls, (SPARE, "unfused")),
-    "gradients of a combine": (combining.gradients, (COMBINED,)),
+    "combine": (combine.public_calls, (SPARE, "unfused")),
+    "gradients of a combine": (combine.gradients, (COMBINED,)),
     "layers of experts": (moe.layer_over_ranks, (LAYERS,)),
 }
 

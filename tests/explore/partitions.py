@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.support import gluon_as_triton as twins
+from tests.support import gluon_as_triton
 
 from tileweave.explore import search
 from tileweave.explore.ranks import MAX_PROGRAMS
@@ -57,7 +57,7 @@ def register() -> None:
 
     def launch(*arguments: Any) -> None:
         config = next(a for a in arguments if isinstance(a, CombineConfig))
-        (theirs if config.num_reduce else twins.launch)(*arguments)
+        (theirs if config.num_reduce else gluon_as_triton.launch)(*arguments)
 
     plain.launch = launch
     search.SCENARIOS += SCENARIOS

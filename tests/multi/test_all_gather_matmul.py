@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import AG, Case, draw, draw_operands, prepare
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import Member, World, one_shot
@@ -169,7 +168,7 @@ def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
     """Small shards are pushed by the kernel, large ones by copy engines, whose addresses the graph
     freezes."""
     largest.run(
-        device_behaviour.replay_and_call,
+        gpu_behaviour.replay_and_call,
         Case(rows, 128, 256, "bfloat16", bias=True),
         60,
         timeout=200,
@@ -177,7 +176,7 @@ def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
 
 
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
 
 
 def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
@@ -264,15 +263,15 @@ def test_column_parallel_linear(largest: World) -> None:
 @each_transport
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     case = Case(64, 256, 512, "bfloat16")
-    device_behaviour.check_timed_out(
-        one_shot("nccl", 2, device_behaviour.call_without, case, config, 1, timeout=150), case.op
+    gpu_behaviour.check_timed_out(
+        one_shot("nccl", 2, gpu_behaviour.calls_without_peer, case, config, 1, timeout=150), case.op
     )
 
 
 def first_call_without(me: Member, absent: int) -> float | None:
-    os.environ["TILEWEAVE_TIMEOUT"] = str(device_behaviour.SECONDS)
+    os.environ["TILEWEAVE_TIMEOUT"] = str(gpu_behaviour.SECONDS)
     if me.rank == absent:
-        time.sleep(device_behaviour.SECONDS + 4.0)
+        time.sleep(gpu_behaviour.SECONDS + 4.0)
         return None
     call = prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
@@ -285,11 +284,11 @@ def test_absent_peer_in_the_first_call() -> None:
     """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
     ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0], ends
-    assert device_behaviour.SECONDS <= ends[0].value < device_behaviour.SECONDS + 2.0, ends
+    assert gpu_behaviour.SECONDS <= ends[0].value < gpu_behaviour.SECONDS + 2.0, ends
 
 
 def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, AG)
+    texts = largest.run(behaviour.mismatch_error, AG)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one
         assert "rank 1" in texts[0]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import embedding, embedding_backward, sharded_embedding
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import embedding, embedding_backward, gpu_behaviour, sharded_embedding
 from tests.support.embedding import Case
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, one_shot
@@ -187,7 +186,7 @@ def call_without(me: Member, absent: int) -> dict | None:
     def call(number: int) -> torch.Tensor:
         return embedding.call(case, embedding.draw(case, me.rank, me.device, number), me.world_size)
 
-    return device_behaviour.lone_call(me, absent, call, lambda y: bool(y.isnan().all()))
+    return gpu_behaviour.call_without_peer(me, absent, call, lambda y: bool(y.isnan().all()))
 
 
 def test_a_peer_that_never_calls() -> None:

@@ -9,8 +9,7 @@ unless a test says otherwise.
 from __future__ import annotations
 
 import pytest
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import AR, Case, has_kernel
 from tests.support.worlds import World, one_shot
 
@@ -76,7 +75,7 @@ def test_public_calls(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [1, 200])
 def test_same_bits_on_every_call(largest: World, rows: int) -> None:
-    largest.run(behaviour.the_same_bits, case(rows, 512, 256, **FULL), timeout=120)
+    largest.run(behaviour.same_bits_twice, case(rows, 512, 256, **FULL), timeout=120)
 
 
 def test_dimensions(largest: World) -> None:
@@ -109,12 +108,12 @@ def test_two_groups_on_two_streams(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 256])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    largest.run(device_behaviour.replay_and_call, case(rows, 256, 128, **FULL), 60, timeout=200)
+    largest.run(gpu_behaviour.replay_and_call, case(rows, 256, 128, **FULL), 60, timeout=200)
 
 
 @fused
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
 
 
 # --- Gradients, compilers, modules ---
@@ -141,13 +140,13 @@ def test_row_parallel_linear(largest: World) -> None:
 @pytest.mark.parametrize("rows", [1, 256])
 def test_a_peer_that_never_calls(rows: int) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(rows, 512, 256), LIBRARY, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(rows, 512, 256), LIBRARY, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, AR)
+    gpu_behaviour.check_timed_out(ends, AR)
 
 
 def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, AR)
+    texts = largest.run(behaviour.mismatch_error, AR)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one
         assert "rank 1" in texts[0]

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import IN, OUT, Case
 from tests.support.worlds import World, one_shot
 
@@ -98,7 +97,7 @@ def test_dimensions(largest: World, op: str) -> None:
 
 @both
 def test_same_bits_on_every_call(largest: World, op: str) -> None:
-    largest.run(behaviour.the_same_bits, case(op, 520, 512, 256), timeout=120)
+    largest.run(behaviour.same_bits_twice, case(op, 520, 512, 256), timeout=120)
 
 
 @each_kernel
@@ -124,16 +123,14 @@ def test_two_groups_on_two_streams(largest: World, op: str) -> None:
 @both
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> None:
-    largest.run(
-        device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200
-    )
+    largest.run(gpu_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200)
 
 
 @both
 def test_capture_without_warmup(largest: World, op: str) -> None:
     # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
     rows = {OUT: 16, IN: 528}[op]
-    largest.run(device_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
 
 
 @both
@@ -151,6 +148,6 @@ def test_opcheck(largest: World, op: str) -> None:
 @each_kernel
 def test_a_peer_that_never_calls(op: str, config: MatmulConfig) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(op, 128, 512, 256), config, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(op, 128, 512, 256), config, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, op)
+    gpu_behaviour.check_timed_out(ends, op)

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import RS, Case, has_kernel
 from tests.support.worlds import World, gpu_ranks, one_shot
 
@@ -83,7 +82,7 @@ def test_public_calls(largest: World) -> None:
 
 
 def test_same_bits_on_every_call(largest: World) -> None:
-    largest.run(behaviour.the_same_bits, case(520, 512, 256), timeout=120)
+    largest.run(behaviour.same_bits_twice, case(520, 512, 256), timeout=120)
 
 
 def test_dimensions(largest: World) -> None:
@@ -116,12 +115,12 @@ def test_two_groups_on_two_streams(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    largest.run(device_behaviour.replay_and_call, case(rows, 256, 128, bias=True), 60, timeout=200)
+    largest.run(gpu_behaviour.replay_and_call, case(rows, 256, 128, bias=True), 60, timeout=200)
 
 
 @fused
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
 
 
 # --- Gradients, compilers, modules ---
@@ -157,9 +156,9 @@ def test_tensor_parallel_block() -> None:
 @each_kernel
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(64, 512, 256), config, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(64, 512, 256), config, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, RS)
+    gpu_behaviour.check_timed_out(ends, RS)
 
 
 @fused
@@ -169,13 +168,19 @@ def test_absent_rank_is_named_by_all() -> None:
     """Copies of those who came are held back, too: no wait for one of them may run out first."""
     size = min(gpu_ranks(), 4)
     ends = one_shot(
-        "nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150
+        "nccl",
+        size,
+        gpu_behaviour.calls_without_peer,
+        case(1024, 1280, 256),
+        COPIED,
+        1,
+        timeout=150,
     )
-    device_behaviour.check_timed_out(ends, RS)
+    gpu_behaviour.check_timed_out(ends, RS)
 
 
 def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, RS)
+    texts = largest.run(behaviour.mismatch_error, RS)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one
         assert "rank 1" in texts[0]

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.device_int32 import Word
+from tests.support.device_int32 import Int32
 
 from tileweave.planning.schedules.gather import (
     MIN_SPAN,
@@ -313,13 +313,13 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
         s.tile_cols,
         s.k_blocks,
     )
-    tiles = device.Tiles(*map(Word, numbers), s.split_tail)
+    tiles = device.Tiles(*map(Int32, numbers), s.split_tail)
     for part in range(s.num_segments):
-        first, count = d["segment"](tiles, Word(part))
-        share = d["share_of"](tiles, Word(program), Word(s.num_programs), count)
+        first, count = d["segment"](tiles, Int32(part))
+        share = d["share_of"](tiles, Int32(program), Int32(s.num_programs), count)
         for index in range(share.units):
-            tile, k_begin, k_end = d["unit_range"](share, Word(index))
-            first_row, row_limit, col = d["place"](tiles, Word(first + tile))
+            tile, k_begin, k_end = d["unit_range"](share, Int32(index))
+            first_row, row_limit, col = d["place"](tiles, Int32(first + tile))
             owner, helpers = d["part_range"](share, tile)
             yield Unit(
                 first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.device_int32 import Word
+from tests.support.device_int32 import Int32
 
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
@@ -149,7 +149,7 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
         s.tile_cols,
         s.k_blocks,
     )
-    return place_out(device.OwnerTiles(*map(Word, numbers), s.split_tail), Word(tile))
+    return place_out(device.OwnerTiles(*map(Int32, numbers), s.split_tail), Int32(tile))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")

@@ -151,7 +151,7 @@ def gradients_through_one_result(me: Member, case: Case) -> None:
         )
 
 
-def what_backward_sends(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
+def backward_collectives(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
     """Collectives that backward calls, by name, and the number of elements that it keeps. ``limit``
     does not count the weight."""
     names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")

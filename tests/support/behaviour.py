@@ -89,7 +89,7 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
             )
 
 
-def the_same_bits(me: Member, case: Case) -> None:
+def same_bits_twice(me: Member, case: Case) -> None:
     """Make the same call twice: results are bit-equal on this rank, and replicated results are
     bit-equal on all ranks."""
     operands = draw_operands(case, me.rank, me.world_size, me.device, 8)
@@ -206,7 +206,7 @@ def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
 # --- Bad input ---
 
 
-def refused(
+def check_refusal(
     me: Member,
     op: str,
     shapes: dict[str, tuple[int, ...] | None],
@@ -228,7 +228,7 @@ def refused(
     tw.close()  # else peers would learn that this rank refused its call
 
 
-def refused_alias(
+def check_alias_is_refused(
     me: Member,
     op: str,
     x: tuple[int, ...],
@@ -249,7 +249,7 @@ def refused_alias(
     tw.close()
 
 
-def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
+def mismatch_error(me: Member, op: str, options: dict[str, int] | None = None) -> str:
     """With TILEWEAVE_DEBUG=1, rank 1 passes another weight. Check the error of every rank."""
     x, w = (
         torch.zeros(n, 64, device=me.device)

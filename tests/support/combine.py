@@ -40,7 +40,7 @@ class Drawn:
 def draw_all(case: Case, size: int, seed: int) -> list[Drawn]:
     """The inputs of all ranks, on the CPU. They are not written to."""
     found = []
-    for rank, o in enumerate(experts.everyone(case, size, seed)):
+    for rank, o in enumerate(experts.draw_all_ranks(case, size, seed)):
         generator = torch.Generator().manual_seed(77 * seed + rank)
         tokens = len(o.ids)
         values = torch.randn(tokens, case.topk, case.depth, generator=generator).to(
@@ -82,14 +82,14 @@ def prepare(
 SIZES = ("tokens", "max_tokens", "topk", "local_experts", "rank", "world_size")
 
 
-def whole(case: Case, size: int, seed: int) -> torch.Tensor:
+def all_experts(case: Case, size: int, seed: int) -> torch.Tensor:
     """The weights of all experts in rank order, fp64 [E, H, I]."""
     return torch.cat([d.experts.double() for d in draw_all(case, size, seed)])
 
 
 def expected(case: Case, rank: int, size: int, seed: int, weighted: bool = True) -> torch.Tensor:
     """The expected z of one rank, fp64 [T, H]."""
-    mine, weights = draw_all(case, size, seed)[rank], whole(case, size, seed)
+    mine, weights = draw_all(case, size, seed)[rank], all_experts(case, size, seed)
     z = torch.zeros(len(mine.ids), case.cols, dtype=torch.float64)
     for token, choices in enumerate(mine.ids.tolist()):
         for j, expert in enumerate(choices):
@@ -193,7 +193,7 @@ def expected_gradients(
     drawn = draw_all(case, size, seed)
     values = [d.values.double().requires_grad_() for d in drawn]
     weights = [d.weights.double().requires_grad_() for d in drawn]
-    matrices = whole(case, size, seed).requires_grad_()
+    matrices = all_experts(case, size, seed).requires_grad_()
     loss = matrices.sum() * 0.0
     for source, d in enumerate(drawn):
         c = coefficients(case, source)
@@ -217,7 +217,7 @@ def expected_gradients(
     return gy, matrices.grad[mine], torch.zeros_like(weights[rank]) if gw is None else gw
 
 
-def near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) -> None:
+def verify_near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) -> None:
     assert got is not None and got.shape == want.shape, (
         f"{what}: {None if got is None else tuple(got.shape)}"
     )
@@ -260,9 +260,9 @@ def gradients(
             continue
         gy, ge, gw = expected_gradients(case, me.rank, me.world_size, seed)
         assert c.y.grad is not None, what
-        near(c.y.grad[:rows], gy, case, f"{what}: of y")
-        near(c.experts.grad, ge, case, f"{what}: of experts")
-        near(c.weights.grad, gw, case, f"{what}: of weights")
+        verify_near(c.y.grad[:rows], gy, case, f"{what}: of y")
+        verify_near(c.experts.grad, ge, case, f"{what}: of experts")
+        verify_near(c.weights.grad, gw, case, f"{what}: of weights")
 
 
 def bad_input(me: Member, case: Case) -> None:
@@ -345,7 +345,7 @@ def opcheck(me: Member, case: Case) -> None:
     torch.library.opcheck(op.out, (*held, *numbers), {"out": out})
 
 
-def around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
+def calls_around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
     """Epochs pass 2^31 - 1."""
     parity(me, [case], config)
     instance = workspace_of(name_of(None), me.device).instance(OP, "sm")

@@ -28,7 +28,7 @@ ROUTINGS = (
     "one_rank",
     "empty_experts",
     "holes",
-    "nobody",
+    "no_choices",
     "repeated",
 )
 
@@ -104,20 +104,20 @@ def draw_ids(
         ids[:, case.topk // 2] = seed % number
     if case.routing == "holes":
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
-    if case.routing == "nobody" or (case.routing == "even" and tokens == 0):
+    if case.routing == "no_choices" or (case.routing == "even" and tokens == 0):
         ids = torch.full_like(ids, -1)
     if case.routing == "repeated":  # a token may choose an expert twice
         ids[:, -1] = ids[:, 0]
     return ids
 
 
-def everyone(case: Case, size: int, seed: int) -> list[Operands]:
+def draw_all_ranks(case: Case, size: int, seed: int) -> list[Operands]:
     return [draw(case, rank, size, torch.device("cpu"), seed) for rank in range(size)]
 
 
 def expected_rows(case: Case, rank: int, size: int, seed: int) -> list[list[tuple[int, int, int]]]:
     """The rows of each local expert in order, as (source, token, choice), by plain loops."""
-    drawn = everyone(case, size, seed)
+    drawn = draw_all_ranks(case, size, seed)
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(case.experts)]
     for step in range(size):
         source = (rank - step) % size
@@ -131,7 +131,7 @@ def expected_rows(case: Case, rank: int, size: int, seed: int) -> list[list[tupl
 def expected_y(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
     """Expected rows, fp64 [rows, N], in the order of the plan, so that the order is verified as
     well."""
-    drawn = everyone(case, size, seed)
+    drawn = draw_all_ranks(case, size, seed)
     y = [
         drawn[source].x[token].double() @ drawn[rank].experts[expert].double().t()
         for expert, rows in enumerate(expected_rows(case, rank, size, seed))
@@ -144,7 +144,7 @@ def expected_gradients(
     case: Case, rank: int, size: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 (dx, dexperts) of ``rank`` for the loss sum over ranks of (y * coefficients)."""
-    drawn = everyone(case, size, seed)
+    drawn = draw_all_ranks(case, size, seed)
     dx = torch.zeros(case.tokens_of(rank), case.depth, dtype=torch.float64)
     dexperts = torch.zeros(case.experts, case.cols, case.depth, dtype=torch.float64)
     for owner in range(size):
@@ -221,7 +221,7 @@ def references(me: Member, cases: list[Case]) -> None:
     """Compare the plain plan with plain loops: other tests rely on it."""
     for seed, case in enumerate(cases):
         ids = torch.stack(
-            [padded_ids(o.ids, case.max_tokens) for o in everyone(case, me.world_size, seed)]
+            [padded_ids(o.ids, case.max_tokens) for o in draw_all_ranks(case, me.world_size, seed)]
         )
         plan = reference_plan(ids, me.rank, case.experts * me.world_size, case.tokens_of(me.rank))
         verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}")

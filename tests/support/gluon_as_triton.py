@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from tests.support import combine as combining
+from tests.support import combine
 from tests.support.experts import Case
 from tests.support.worlds import Member
 
@@ -172,7 +172,7 @@ class Choices(NamedTuple):
 
 
 @triton.jit
-def twin_kernel(
+def translated_kernel(
     operands,
     tensors,
     peers,
@@ -262,7 +262,7 @@ def launch(
     given = offsets if weights is None else weights
     partitions = 2 if c.num_reduce == 0 else 1
     choices = plain.choices_of(experts, weights, shape, config)
-    twin_kernel[(2 * num_sms if partitions == 2 else 1,)](
+    translated_kernel[(2 * num_sms if partitions == 2 else 1,)](
         plain.Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out),
         gluon_tasks.Tensors(
             products, rows, factors, lengths, offsets, entry_row, topk_ids, given, out
@@ -289,6 +289,6 @@ def parity(
     theirs, plain.launch = plain.launch, launch
     try:
         for config in configs:
-            combining.parity(me, cases, config, False, weighted)
+            combine.parity(me, cases, config, False, weighted)
     finally:
         plain.launch = theirs

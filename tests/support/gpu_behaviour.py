@@ -96,7 +96,9 @@ def capture_without_warmup(me: Member, case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object]:
+def calls_without_peer(
+    me: Member, case: Case, config: MatmulConfig, absent: int
+) -> dict[str, object]:
     """Make some calls on all ranks, then some that ``absent`` skips. Return what the other rank
     sees, and after how long.
 
@@ -119,7 +121,7 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     torch.cuda.synchronize()
     if me.rank == absent:
         time.sleep(SECONDS + 4.0)
-        found = come_late(calls, group, config)
+        found = make_late_calls(calls, group, config)
         me.barrier()  # keep the memory of the others alive until now
         return {"late": found}
     started = time.monotonic()
@@ -144,7 +146,7 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     }
 
 
-def come_late(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
+def make_late_calls(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
     """Make calls that the others have given up, and further ones, until one raises. Each is
     "right", "NaN", or a description of what is wrong."""
     made = []
@@ -181,7 +183,7 @@ def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
     assert late and late[-1] == "NaN" and set(late) <= {"right", "NaN"}, late
 
 
-def lone_call(
+def call_without_peer(
     me: Member,
     absent: int,
     call: Callable[[int], torch.Tensor],

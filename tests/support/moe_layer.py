@@ -78,7 +78,7 @@ def whole_layer(
     return y
 
 
-def near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) -> None:
+def verify_near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) -> None:
     assert got is not None and got.shape == want.shape, (
         f"{what}: {None if got is None else tuple(got.shape)}"
     )
@@ -128,16 +128,16 @@ def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None
         x = xs[me.rank][1][0].to(me.device).requires_grad_()
         call = module if backend is None else torch.compile(module, fullgraph=True, backend=backend)
         y = call(x)
-        near(y, ys[me.rank].detach(), layer, f"{what}: output")
+        verify_near(y, ys[me.rank].detach(), layer, f"{what}: output")
         (y.float() * xs[me.rank][1][1].float().to(me.device)).sum().backward()
-        near(x.grad, xs[me.rank][0].grad, layer, f"{what}: of x")
+        verify_near(x.grad, xs[me.rank][0].grad, layer, f"{what}: of x")
         mine = slice(me.rank * layer.experts, (me.rank + 1) * layer.experts)
         for name, parameter in module.named_parameters():
             grad, want = parameter.grad, leaves[name].grad
             assert grad is not None and want is not None, f"{what}: {name}"
             if name.startswith("experts."):
-                near(grad, want[mine], layer, f"{what}: of {name}")
+                verify_near(grad, want[mine], layer, f"{what}: of {name}")
             else:
                 total = grad.float()
                 torch.distributed.all_reduce(total)
-                near(total, want, layer, f"{what}: of {name}")
+                verify_near(total, want, layer, f"{what}: of {name}")

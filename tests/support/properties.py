@@ -67,7 +67,7 @@ def attempt(me: Member, module: str, name: str, example: object) -> str:
     return ""
 
 
-def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
+def with_gaps(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
     """``values`` in memory that starts at element ``offset``, with ``gap`` elements between rows if
     it is a matrix."""
     rows, cols = values.shape if values.dim() == 2 else (1, values.numel())
@@ -81,14 +81,14 @@ def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
     )
 
 
-def plant(tensors: list[torch.Tensor], what: Planted) -> None:
+def write_special_values(tensors: list[torch.Tensor], what: Planted) -> None:
     """Write values at indices of the tensors of the ranks, which are contiguous."""
     for owner, place, value in what:
         if tensors[owner].numel():
             tensors[owner].view(-1)[place % tensors[owner].numel()] = value
 
 
-def judge(
+def check_result(
     got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tensor | None = None
 ) -> None:
     """Check that ``got`` is ``want`` (fp64) within its dtype: NaN and infinities where they must
@@ -207,7 +207,7 @@ def drawn(example: Example, rank: int, size: int) -> Drawn:
     rows, generator = e.x_rows(size) * e.inner, torch.Generator().manual_seed(1)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x = [random(rows, e.depth).to(dtype) for _ in range(size)]
-    plant(x, e.planted)
+    write_special_values(x, e.planted)
     w = [random(e.cols, e.depth).div(max(e.depth, 1) ** 0.5).to(dtype) for _ in range(size)]
     biases = [random(e.cols).to(dtype) for _ in range(size)]
     bias = biases[rank if e.op == AG else 0] if e.bias else None
@@ -237,16 +237,16 @@ def check_call(me: Member, example: Example) -> None:
     e, d = example, drawn(example, me.rank, me.world_size)
     at_x, at_w, at_out = e.offset
     out_rows = d.want.shape[0] // e.inner
-    x = placed(d.x[me.rank].view(e.shape(e.x_rows(me.world_size), e.depth)).contiguous(), at_x)
-    w = placed(d.w[me.rank], at_w, e.gap)
-    blank = lambda: placed(  # noqa: E731
+    x = with_gaps(d.x[me.rank].view(e.shape(e.x_rows(me.world_size), e.depth)).contiguous(), at_x)
+    w = with_gaps(d.w[me.rank], at_w, e.gap)
+    blank = lambda: with_gaps(  # noqa: E731
         torch.full(e.shape(out_rows, e.cols), float("nan"), dtype=x.dtype), at_out
     )
     options: dict[str, Any] = {"out": blank()} if e.into else {}
     if e.op == AG:
         options["return_gathered"] = e.second
     if d.residual is not None:
-        options["residual"] = placed(
+        options["residual"] = with_gaps(
             d.residual.view(e.shape(e.x_rows(me.world_size), e.cols)), at_w
         )
     if d.norm_weight is not None:
@@ -264,23 +264,23 @@ def check_call(me: Member, example: Example) -> None:
     scale = scale_of(*d.x, d.residual)
     flat = y.reshape(d.want.shape)
     if not e.second:
-        return judge(flat, d.want, scale, d.parts)
+        return check_result(flat, d.want, scale, d.parts)
     assert second is not None
     if e.op == AG:
-        judge(flat, d.want, scale)
+        check_result(flat, d.want, scale)
         assert torch.equal(
             second.reshape(-1).view(torch.uint8), torch.cat(d.x).view(-1).view(torch.uint8)
         ), "bit by bit"
         return None
     kept = second.reshape(d.want.shape)
-    judge(kept, d.want, scale, d.parts)
+    check_result(kept, d.want, scale, d.parts)
     assert d.norm_weight is not None
     k = kept.double()  # the input of the norm is the rounded sum
     normed = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + EPS) * d.norm_weight.double()
-    return judge(flat, normed, scale_of(normed))
+    return check_result(flat, normed, scale_of(normed))
 
 
-def aliases(me: Member, example: tuple[str, str, int]) -> str:
+def alias_error(me: Member, example: tuple[str, str, int]) -> str:
     """Pass ``out=`` in the storage of an input, overlapping or not. Return the error, "" if there
     is none."""
     op, which, shift = example
