@@ -1,4 +1,4 @@
-"""Rivals of the benches give right results, too: what is measured beside us does the same work."""
+"""Baselines of the benchmarks give correct results: they do the same work as the operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def of_an_exchange(me: Member, op: str, dtype: str) -> float:
-    """How far the unfused rival is from the operator's specification, called twice."""
+    """How far the unfused baseline is from the specification of the operator, called twice."""
     made = peers.ExchangePeers(
         Case(
             op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype
@@ -57,7 +57,8 @@ def test_exchange_baseline_keeps_order(world: World, op: str, dtype: str, allowe
 
 
 def test_torch_fused_matmul_returns_no_gathered_input() -> None:
-    """Its default copies the own shard into a gathered result, which nobody asks our call for."""
+    """By default torch copies the own shard into a gathered result, which our call does not return
+    unless asked."""
     rival, symmetric = mock.Mock(), torch.zeros(4, 8)
     made = mock.Mock(
         operands=mock.Mock(x=torch.ones(4, 8)),
@@ -83,8 +84,8 @@ def test_torch_fused_matmul_has_the_option() -> None:
 def undefined_behind(
     rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """A grouped matmul whose rows behind the last one are NaN: on a GPU they are whatever stood
-    there."""
+    """A grouped matmul whose rows after the last expert are NaN: on a GPU they are
+    uninitialized."""
     out = torch.full((rows.shape[0], weights.shape[1]), math.nan)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         out[begin:end] = rows[begin:end] @ weights[expert].t()
@@ -92,8 +93,8 @@ def undefined_behind(
 
 
 def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
-    """How far the rival is from the operator's specification, over every routing; how many
-    routings."""
+    """How far the baseline is from the specification of the operator, over every routing; and the
+    number of routings."""
     case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
     made = experts.ExpertPeers(
         case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5
@@ -135,8 +136,8 @@ def test_gathered_experts_baseline_is_correct(
 
 
 def a_wrong_rival(me: Member, op: str) -> float:
-    """What a case's check finds where the rival alone is wrong, by a row that is not the
-    token's."""
+    """What the check of a case finds where only the baseline is wrong, by a row of another
+    token."""
     case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
     made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
     with torch.no_grad():

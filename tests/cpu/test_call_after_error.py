@@ -1,4 +1,4 @@
-"""Calls behind an error, behind another mode of torch, and groups that are no more; two ranks."""
+"""Calls after an error or after another mode of torch, and destroyed groups; two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(worlds: Worlds):
 
 
 def error_of_gradient(me: Member, seed: int) -> float:
-    """Of the weight, whose gradient reads x of both ranks."""
+    """Gradient of the weight, which reads x of both ranks."""
     draw = torch.Generator().manual_seed(seed)
     xs, w, c = (torch.randn(*shape, generator=draw) for shape in ((2, 4, 16), (8, 16), (8, 8)))
     w.requires_grad_()
@@ -37,7 +37,7 @@ def error_of_gradient(me: Member, seed: int) -> float:
 
 
 def gradients_behind_an_error(me: Member) -> list[float]:
-    """Memory runs out between a gather's sending and its wait; then a peer's copies are late."""
+    """Memory runs out between sending and waiting of a gather. Then copies of a peer are late."""
     before = error_of_gradient(me, 1)
     out_of_memory = mock.patch.object(
         operator, "multiply_and_scatter", side_effect=torch.OutOfMemoryError
@@ -80,7 +80,7 @@ def calls_behind_growth_that_failed(me: Member) -> list[str]:
 
 
 def test_smaller_calls_work_after_failed_growth(world) -> None:
-    """As its error says: for sums of ones, 2 R rows x 8 columns x 16."""
+    """As the error says: for sums of ones, 2 R rows x 8 columns x 16."""
     wanted = ["1024.0", "UnsupportedError", "1024.0", "10240.0"]
     assert world.run(calls_behind_growth_that_failed) == [wanted] * 2
 
@@ -100,7 +100,7 @@ def test_memory_grows_after_inference_mode(world) -> None:
 
 
 def frozen_bags(me: Member) -> list[object]:
-    """One table, so one rank has none and cannot see that it is frozen."""
+    """There is one table, so one rank has none and cannot see that it is frozen."""
     bags = ShardedEmbeddingBag([TableSpec("t", 6, 4, 1.0)])
     lengths, values, found = torch.ones(3, dtype=torch.int64), torch.arange(3), []
     holder = torch.nn.Sequential(bags)

@@ -1,4 +1,4 @@
-"""The natural way on behind a fault: `except: tw.close()`, and the same call again, on every rank,
+"""The usual recovery after a fault: `except: tw.close()`, and the same call again, on every rank,
 whenever each gets there."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def call(me: Member, number: int, case: Case = CASE) -> None:
 
 
 def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]) -> list[str]:
-    """What each attempt said, to the first that said nothing."""
+    """Errors of all attempts, up to the first that succeeds."""
     said: list[str] = []
     while len(said) < attempts and (not said or said[-1]):
         said.append(refusal(attempt, len(said)))
@@ -36,7 +36,7 @@ def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]
 
 
 def raises_once(me: Member, what: str) -> dict[str, object]:
-    """Rank 1 raises in the first attempt, before its call; every rank closes and calls again."""
+    """Rank 1 raises in the first attempt, before its call. Every rank closes and calls again."""
     if what != "first call":
         call(me, 0)
         me.barrier()
@@ -75,14 +75,15 @@ def check_raised_once(
 
 
 def test_retry_after_a_fault_in_a_kernel() -> None:
-    """Rank 1 makes memory again at once; its peers come when their waits for data have run out."""
+    """Rank 1 allocates memory again immediately. Its peers follow when their waits for data have
+    timed out."""
     for rank, text in enumerate(check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",))):
         assert rank == VICTIM or "epoch" in text
 
 
 def test_retry_where_memory_grows() -> None:
-    """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it
-    goes on waiting."""
+    """Rank 1 creates a workspace while its peers wait for it in theirs. They raise immediately, and
+    it goes on waiting."""
     said = check_raised_once("growth", ("PeerTimeout: mapping symmetric memory",))
     assert all(
         f"rank {VICTIM}, which has closed its workspace" in text
@@ -92,7 +93,7 @@ def test_retry_where_memory_grows() -> None:
 
 
 def test_retry_before_the_first_call() -> None:
-    """Who raised has left nothing: called again in time, it is late, and no more."""
+    """A rank that raised leaves nothing behind: if it calls again in time, it is merely late."""
     check_raised_once("first call", ("",))
 
 
@@ -101,14 +102,13 @@ def test_retry_where_calls_are_compared() -> None:
 
 
 def test_retry_unfused() -> None:
-    """A collective that was given up would stay in torch's group, and end the process when the next
-    one comes."""
+    """A collective that was given up would stay in torch's group, and end the process in the next
+    one."""
     check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
 
 
 def comes_late(me: Member, interpreted: bool) -> list[str]:
-    """Rank 1 goes its way for longer than anybody waits; then all call again as soon as they
-    can."""
+    """Rank 1 is busy for longer than any rank waits. Then all call again as soon as they can."""
     call(me, 0)
     me.barrier()
 
@@ -155,7 +155,7 @@ def test_retry_of_unfused_calls_given_up_before_the_last_arrived() -> None:
 
 
 def meets_alone(me: Member) -> list[str]:
-    """Several meetings that rank 1 gave up, one behind the other; then the others come, once."""
+    """Rank 1 gives up several meetings in a row. Then the others arrive, once."""
     group, x, w = dist.group.WORLD, torch.ones(4, 8), torch.ones(4, 8)
     call(me, 0)
     me.barrier()

@@ -1,5 +1,5 @@
-"""The sums of the Hopper kernel of grouped_matmul_combine, its Gluon source interpreted as Triton;
-see ``tests/support/gluon_as_triton.py``."""
+"""The sums of the Hopper kernel of grouped_matmul_combine: its Gluon source, interpreted as Triton.
+See ``tests/support/gluon_as_triton.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUTINGS = (
     "repeated",
 )
 CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
-# more rows of a token than are asked for at once
+# more rows per token than are loaded at once
 LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)
 
 
@@ -42,7 +42,7 @@ def test_combine_sums_of_eight_warps(worlds: Worlds) -> None:
 
 
 def test_combine_sums_of_many_chunks(worlds: Worlds) -> None:
-    """Own blocks among those for peers, behind them, or none."""
+    """Blocks of this rank between those for peers, after them, or none."""
     few, many = (replace(TWO_WARPS, chunks=chunks, block_tokens=2, tile_n=16) for chunks in (3, 5))
     cases = [replace(SMALL, tokens=(11, 0, 3), cols=70), replace(SMALL, tokens=(4, 5), cols=90)]
     worlds("gloo", 3).run(gluon_as_triton.parity, cases, [few, many])

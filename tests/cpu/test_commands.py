@@ -169,7 +169,7 @@ def paths_of_a_stress(me: Member) -> dict[str, str]:
     ("interpreted", "path"), [("1", "library sm 16x32, triton sm 16x32"), ("0", "unfused")]
 )
 def test_stress_reports_its_paths(interpreted: str, path: str) -> None:
-    """Where kernels are not interpreted, what ranks without GPUs call is torch."""
+    """Where kernels are not interpreted, ranks without GPUs call torch."""
     extra = {"TRITON_INTERPRET": interpreted}
     paths = launch(paths_of_a_stress, world_size=2, device_type="cpu", seconds=60, extra=extra)
     assert paths["matmul_all_reduce"] == path

@@ -1,5 +1,5 @@
-"""Embeddings, backward above all: ranks that run another, or leave one out; batches and tables of
-nothing. Two ranks."""
+"""Backward of embeddings: ranks that run different ones or leave one out, empty batches and tables.
+Two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(worlds: Worlds) -> World:
 def lookup(
     table: torch.Tensor, batch: int, layout: tw.EmbeddingLayout, rank: int, **options: Any
 ) -> torch.Tensor:
-    """Sample s gets row s % 5 of every table; the ranks' tables are all ``table``."""
+    """Sample s reads row s % 5 of every table. All ranks have equal tables."""
     tables = [table] * len(layout.dims[rank])
     count = batch * len(tables)
     bags = (
@@ -40,8 +40,7 @@ def lookup(
 
 # --- Ranks that do not run the same ---
 
-# (layout, batch, dtype of what travels) of the second lookup, where the first has ((4, 4), 4,
-# float32).
+# (layout, batch, dtype of the exchange) of the second lookup; the first has ((4, 4), 4, float32).
 OTHERS = {
     "layout": (IN_ORDER([(8,), (4,)]), 4, torch.float32),
     "batch": (IN_ORDER([(4,), (4,)]), 6, torch.float32),
@@ -76,8 +75,8 @@ def test_different_backward_on_one_rank_raises_on_all(
 
 
 def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
-    """Rank 0, which has the table, leaves out that of one sample; rank 1, which has no sample of
-    it, gives it up."""
+    """Rank 0, which has the table, skips the backward of one sample. Rank 1, which does not have
+    that sample, gives it up."""
     tw.close()
     me.barrier()
     layout = IN_ORDER([(4,), ()])
@@ -100,14 +99,14 @@ def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
 
 
 def test_skipped_backward_of_a_rank_without_samples(world: World) -> None:
-    """Where ranks share no host memory, in which calls are compared."""
+    """As where ranks share no host memory for comparing calls."""
     (said, _), (other, _) = world.run(leaves_out_a_backward)
     assert said.startswith("PeerTimeout") and other.startswith("PeerTimeout"), (said, other)
 
 
 def leaves_out_a_lookup(me: Member) -> str:
-    """Rank 0 leaves out that in which rank 1 has no table, which gives it up; in the next one it
-    has."""
+    """Rank 0 skips a backward in which rank 1 has no table, and rank 1 gives it up. In the next one
+    it has a table."""
     tw.close()
     me.barrier()
     without, both = IN_ORDER([(4,), ()]), IN_ORDER([(4,), (4,)])

@@ -1,5 +1,5 @@
-"""Embedding modules and lookups: ranks that pass other kinds, modules without memory yet, tables
-that share it, compilers."""
+"""Embedding modules and lookups: mismatched ranks, modules on meta, tables that share memory,
+compilers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world(worlds: Worlds):
 
 
 def on_both(world: World, body: Callable[..., object], *arguments: object) -> list:
-    """Of the ranks, unfused and then with interpreted kernels."""
+    """Results of all ranks, unfused and then with interpreted kernels."""
     return [
         found
         for interpreted in (False, True)
@@ -48,7 +48,7 @@ def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def started(me: Member) -> list[tuple[int, list[list[float]]]]:
-    """(table, weight) of this rank, all ranks seeded alike."""
+    """(table, weight) of this rank, with equal seeds on all ranks."""
     torch.manual_seed(11)
     module = ShardedEmbeddingBag(FOUR, device="cpu")
     shards = module.plan.of_rank(me.rank)
@@ -67,7 +67,7 @@ def test_equal_seeds_give_different_tables_per_rank(worlds: Worlds) -> None:
         assert all(weight != other for number, other in two.items() if number != table)
 
 
-# --- Ranks that pass other kinds ---
+# --- Ranks that pass different arguments ---
 
 KINDS = {
     "values": (("int64", None), ("int32", None)),
@@ -78,7 +78,7 @@ KINDS = {
 
 
 def other_kinds(me: Member, name: str) -> str:
-    """The error; behind it, a call works."""
+    """Return the error; a call works afterwards."""
     module, (lengths, values) = ShardedEmbeddingBag(FOUR), batch_of(4)
     of_values, of_weights = KINDS[name][me.rank]
     weights = None if of_weights is None else torch.ones(12, dtype=getattr(torch, of_weights))
@@ -117,7 +117,7 @@ def test_different_half_dtypes_on_one_rank_raise_on_all(world) -> None:
         assert said.startswith("RankMismatchError")
 
 
-# --- Modules without memory yet ---
+# --- Modules on meta ---
 
 
 def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way: str) -> None:
@@ -155,8 +155,8 @@ def test_module_from_meta_trains_like_any_other(world, optimizer: str | None, wa
 
 
 def converted(me: Member) -> list[object]:
-    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does
-    not see; then results."""
+    """Tables of another dtype, and a checkpoint with one, which the rank without tables does not
+    see; then results."""
     module = ShardedEmbeddingBag(ONE).to(torch.bfloat16)
     other = ShardedEmbeddingBag(ONE, device="meta")
     other.load_state_dict(module.state_dict(), assign=True)
@@ -171,7 +171,7 @@ def test_converted_module_has_one_dtype_on_all_ranks(world) -> None:
     assert on_both(world, converted) == [wanted] * 4
 
 
-# --- Options, tables, and modules that others changed ---
+# --- Options, tables, and modules changed by other code ---
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("mode", {"mode": "max"}),
@@ -234,8 +234,8 @@ def test_modules_changed_by_other_code(world) -> None:
 
 
 def steps_between(me: Member, kind: str) -> tuple[str, bool]:
-    """The second lookup of a loss steps first; its weights' gradient is right, the first's would
-    not be."""
+    """The second lookup of a loss steps first. Its weight gradient is right, that of the first
+    would not be."""
     layout = tw.EmbeddingLayout.in_rank_order([(4,), ()])
     tables = [torch.ones(6, 4, requires_grad=kind != "frozen")] if me.rank == 0 else []
     states = [torch.zeros(6) for _ in tables] if kind == "adagrad" else []
@@ -327,8 +327,7 @@ def test_default_device_does_not_move_host_numbers() -> None:
 
 
 def used_behind_fake_tensors(me: Member) -> None:
-    """The first call is of tensors that have no numbers; whatever becomes of it, later ones
-    work."""
+    """The first call is on tensors without data. Whatever becomes of it, later calls work."""
     _on_device.cache_clear()
     _layout.cache_clear()
     module, batch = ShardedEmbeddingBag(FOUR), batch_of(4)
@@ -347,7 +346,7 @@ def test_fake_tensors_are_not_kept(world) -> None:
 
 
 def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: bool) -> None:
-    """Rank 1 has no tables; its part in backward has no result of its own."""
+    """Rank 1 has no tables: its part in backward has no result of its own."""
     torch._dynamo.reset()
     layout = tw.EmbeddingLayout.in_rank_order([(4,), ()])
     anchor = torch.zeros(0, requires_grad=True) if anchored else None
@@ -397,7 +396,7 @@ def test_rank_without_tables_compiles_its_backward(
 
 
 def batches_that_change(me: Member, train: bool) -> int:
-    """How often a lookup of many batch sizes is compiled; its results are right."""
+    """How often a lookup of many batch sizes is compiled. Its results are right."""
     torch._dynamo.reset()
     layout, count = tw.EmbeddingLayout.in_rank_order([(4,)] * 2), 0
     table = torch.randn(6, 4, generator=torch.Generator().manual_seed(me.rank), requires_grad=train)

@@ -1,4 +1,4 @@
-"""The examples run, as a reader would run them, and say that they are right."""
+"""The examples run as a reader would run them, and report correct results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tensor_parallel_block() -> None:
 
 
 def test_the_block_as_a_benchmark() -> None:
-    """Times mean nothing here; that the variants agree does."""
+    """Times mean nothing here, but the variants must agree."""
     words = ("--bench", "--ranks", "2", "--tokens", "32", "--hidden", "64", "--repeats", "1")
     output = run_example("tensor_parallel_block.py", *words, on_gpu=False)
     found = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "differs by" in line]
@@ -47,7 +47,7 @@ def test_the_block_as_a_benchmark() -> None:
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
-    """The example compares: with another scale on one device it has to say so."""
+    """The example compares, so it must report a different scale on one device."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
     assert "WRONG" not in run_example(
         "tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False
@@ -80,8 +80,8 @@ def test_wrong_arguments_get_a_one_line_error(words: str) -> None:
 
 
 def test_moe_layer_bench(tmp_path: Path) -> None:
-    """Output and gradients are those of the unfused layer; times mean nothing here, but they are
-    all there."""
+    """Output and gradients equal those of the unfused layer. Times mean nothing here, but all are
+    reported."""
     path = tmp_path / "times.json"
     output = run_example(
         "moe_layer.py",
@@ -136,7 +136,7 @@ def test_wrong_or_nan_results_fail() -> None:
 
 
 def differences_with_one_rank_wrong(me: Member, wrong: float) -> tuple[float, float]:
-    """What the examples find where the last rank alone is wrong: of the experts' layer, and of the
+    """What the examples report where only the last rank is wrong: of the experts' layer, and of the
     block."""
     sys.path.insert(0, str(EXAMPLES))
     import moe_layer
@@ -161,8 +161,7 @@ def test_every_rank_counts(worlds: Worlds, wrong: float, told: float) -> None:
 
 
 def output_of(script: str) -> str:
-    """What a script prints that is given the folder of the examples; their kernels are
-    interpreted."""
+    """Output of a script that gets the folder of the examples; their kernels are interpreted."""
     command = [sys.executable, "-c", script, str(EXAMPLES)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run(
@@ -171,7 +170,7 @@ def output_of(script: str) -> str:
 
 
 def errors_of(script: str) -> list[float]:
-    """What a script prints that compares an example's kernels with torch."""
+    """Output of a script that compares kernels of an example with torch."""
     return [float(line) for line in output_of(script).split()]
 
 
@@ -190,7 +189,7 @@ for features, samples in ((7, 3), (18, 2)):
 
 
 def test_dlrm_interaction() -> None:
-    """Its kernels, interpreted, against torch: values and gradients."""
+    """The kernels, interpreted, against torch: values and gradients."""
     errors = errors_of(INTERACTION)
     assert len(errors) == 2 and max(errors) < 1e-4
 
@@ -214,7 +213,7 @@ for samples, width in ((37, 24), (5, 8)):
 
 
 def test_dlrm_mlps() -> None:
-    """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
+    """The kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
     from zero."""
     errors = errors_of(LAYERS)
     assert len(errors) == 14 and max(errors) < 1e-5
@@ -229,8 +228,8 @@ def test_moe_layer() -> None:
 
 
 class TwoStreams:
-    """Stands for ``dlrm_peers.SideStream``: on which stream a mark was made, and behind what. All goes
-    on in order."""
+    """Replaces ``dlrm_peers.SideStream``: records on which stream an event was made, and after
+    which work. All work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.current, self.log = "first", []
@@ -249,7 +248,7 @@ class TwoStreams:
 
 
 def dlrm_step(me: Member) -> tuple[Any, list[Any]]:
-    """A step of the example that marks and joins :class:`TwoStreams`, and two batches."""
+    """A step of the example with :class:`TwoStreams`, and two batches."""
     sys.path.insert(0, str(EXAMPLES))
     import dlrm
     import dlrm_peers
@@ -286,8 +285,8 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
 
 
 def test_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
-    """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark
-    of the second stream."""
+    """Lookups and updates follow all exchanges of ids that were queued before, after an event of
+    the second stream."""
     log = worlds("gloo", 2).run(order_of_a_dlrm_step)[0]
     assert [name for name, _ in log].count("update") == 2
     for at, (name, _) in enumerate(log):
@@ -300,8 +299,8 @@ def test_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
 
 
 def orders_for_the_graph(me: Member) -> list[bool]:
-    """Whether the update's graph finds what was sorted, and no row behind it: of a batch, and of
-    one that has fewer ids."""
+    """Whether the graph of the update finds the sorted rows, and no row after them: of a batch, and
+    of one with fewer ids."""
     step, batches = dlrm_step(me)
     step.prepare(batches)
     found = []

@@ -1,5 +1,4 @@
-"""grouped_matmul_combine in worlds of processes: the real kernel, interpreted, over shared host
-memory."""
+"""grouped_matmul_combine in CPU worlds: the real kernel, interpreted, over shared host memory."""
 
 from __future__ import annotations
 
@@ -123,8 +122,8 @@ def call_without(me: Member, absent: int) -> str | None:
 
 @pytest.mark.parametrize("tokens", [8, 64, 4096])
 def test_hopper_kernel_limits_choices_per_token(tokens: int) -> None:
-    """It packs a token's rows on this rank into 8 bits, and with one more would sum none of
-    them."""
+    """The kernel packs the number of rows of a token on this rank into 8 bits, and one more would
+    sum none of them."""
     most, beyond = (
         plan_combine(GroupedProblem(8, tokens, topk, 32, 4096, 2048, 2, "bfloat16"), H200, False)
         for topk in (MAX_ROWS, MAX_ROWS + 1)

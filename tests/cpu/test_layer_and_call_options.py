@@ -1,5 +1,5 @@
-"""Options of layers and calls do what they say; calls that were accepted once are looked at when
-they change."""
+"""Options of layers and calls have their effect; accepted calls are checked again when they
+change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def world(worlds: Worlds):
 
 
 def inference_results(me: Member) -> list[str]:
-    """Whether ``out=`` made under inference_mode is taken does not depend on the path of a call."""
+    """``out=`` made under inference_mode is accepted or refused independently of the path of a
+    call."""
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     with torch.inference_mode():
         out, wide = torch.empty(4, 6), torch.empty(4 * me.world_size, 6)
@@ -117,7 +118,7 @@ def test_initial_weights_match_the_whole_layer(world) -> None:
 
 
 class AlwaysTheSecond(torch.nn.Module):
-    """A router: half of expert 1, for every token."""
+    """A router: half of the weight for expert 1, for every token."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((x.shape[0], 1), 0.5), torch.full((x.shape[0], 1), 1)
@@ -152,7 +153,7 @@ def test_lookup_columns(worlds: Worlds) -> None:
 
 
 def gradients_without_weights(me: Member, case: experts.Case) -> None:
-    """Of a combine whose rows all count once."""
+    """Gradients of a combine in which all rows have weight one."""
     drawn = combine.draw_all(case, me.world_size, 0)
     once = [combine.Drawn(d.values, d.experts, d.ids, torch.ones_like(d.weights)) for d in drawn]
     c = combine.prepare(case, me.rank, me.world_size, me.device, 0)
@@ -198,7 +199,7 @@ def test_changed_calls_are_checked_again(world) -> None:
 
 
 def another_call(me: Member, what: str) -> str:
-    """Behind calls that match, one of rank 1 that does not: what a rank is told."""
+    """After matching calls, rank 1 makes one that does not match. Return the error of this rank."""
     odd, tables = me.rank == 1, [torch.zeros(5, 4)]
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * me.world_size)
     x, ids, w = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(2, 6, 8)

@@ -1,4 +1,4 @@
-"""matmul_all_reduce in worlds of processes, interpreted where its plan is fused."""
+"""matmul_all_reduce in CPU worlds, interpreted where its plan is fused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_same_bits_on_every_call(world: World) -> None:
 
 
 def many_shapes(me: Member) -> None:
-    """Any shape, drawn alike on every rank."""
+    """Random shapes, the same on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
@@ -120,7 +120,7 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
 
 
 def test_backward_sends_nothing(worlds: Worlds) -> None:
-    """It keeps x, the weight, and of the norm its weight and what went into it."""
+    """Backward keeps x, the weight, the weight of the norm and the input of the norm."""
     worlds("gloo", 3).run(backward.backward_collectives, FULL, {}, 7 * 40 + 7 * 18 + 18)
 
 
@@ -142,7 +142,7 @@ def finite_differences(me: Member) -> None:
     step = 1e-6
     for name in names:
         for owner in range(me.world_size if name in ("x", "w") else 1):
-            # a replicated number moves on every rank
+            # a replicated number changes on every rank
             moves = me.rank == owner or name not in ("x", "w")
             for index in range(wide[name].numel()):
                 losses = []
@@ -216,7 +216,7 @@ def test_out_in_an_input(worlds: Worlds) -> None:
 
 
 def results_in_one_place(me: Member) -> list[str]:
-    """What is said of two results with a norm, of which one lies in an input, or in the other."""
+    """The error of two results with a norm, of which one overlaps an input, or the other result."""
     memory, (x, w, ones) = torch.zeros(256), (torch.zeros(4, 8), torch.zeros(6, 8), torch.ones(6))
     y, z, own = memory[:24].view(4, 6), memory[24:48].view(4, 6), torch.zeros(4, 6)
     calls: list[dict[str, torch.Tensor]] = [

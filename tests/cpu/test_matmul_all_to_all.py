@@ -1,8 +1,8 @@
-"""matmul_all_to_all and its dual, all_to_all_matmul, in worlds of processes, interpreted where
-their plan is fused.
+"""matmul_all_to_all and its dual, all_to_all_matmul, in CPU worlds, interpreted where their plan is
+fused.
 
-One file for both: the bodies, the shapes and the four ways to exchange are the same.
-``test_all_to_all_matmul.py`` has what only the second one can get wrong.
+Both share the bodies, the shapes and the four directions of an exchange.
+``test_all_to_all_matmul.py`` has cases of the second one only.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_same_bits_on_every_call(worlds: Worlds, op: str) -> None:
 
 
 def many_shapes(me: Member, op: str) -> None:
-    """Any shape and any way, drawn alike on every rank."""
+    """Random shapes and directions, the same on every rank."""
 
     @settings(max_examples=16, deadline=None, derandomize=True, database=None)
     @given(
@@ -120,8 +120,8 @@ def test_many_shapes(worlds: Worlds, op: str) -> None:
 
 
 def there_and_back(me: Member) -> None:
-    """An exchange and its reverse leave everything as it was; so does Ulysses with weights of
-    one."""
+    """An exchange and its reverse leave everything unchanged, and so does Ulysses with identity
+    weights."""
     x = torch.arange(24.0 * me.world_size).view(4 * me.world_size, 6) + 1000 * me.rank
     for how in HOWS:
         there = Exchange(*how)
@@ -168,8 +168,8 @@ def test_gradients_in_a_group_of_one(worlds: Worlds, op: str) -> None:
 
 @both
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> None:
-    """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as
-    x."""
+    """What wgrad needs was exchanged already, with dgrad or in forward. As much memory as x is
+    kept."""
     worlds("gloo", 3).run(
         backward.backward_collectives, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
     )
@@ -283,7 +283,8 @@ def test_parity(worlds: Worlds, op: str, config: MatmulConfig, how: tuple[int, i
 
 @both
 def test_parity_with_few_programs(worlds: Worlds, op: str) -> None:
-    """Waves and cut tiles; without data that announces itself, programs may run in turn."""
+    """Waves and cut tiles. Programs may run one after the other, as there is no self-signaling
+    data."""
     cases = [case(op, 33, 40, 40, how=how, bias=True) for how in ((1, 0), (0, 1))]
     worlds("gloo", 2).run(parity.parity, cases, replace(COPY_ENGINE, tile_k=8), 5)
 
@@ -321,7 +322,7 @@ def test_two_groups_at_once(worlds: Worlds, op: str, config: MatmulConfig) -> No
 
 
 def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
-    """A good call, then one that rank 1 takes no part in: whom the others name."""
+    """A good call, then one that rank 1 skips. Return which rank the others name."""
     tw.close()
     drawn = case(op, 35, 9, 20)
     with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="1.5"):
@@ -340,8 +341,8 @@ def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
 
 @each_kernel
 def test_a_peer_that_never_calls(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    """The bounded wait names it; copies that wait for its flags are let go, or the thread that
-    makes them would stay."""
+    """The bounded wait names the peer. Copies that wait for its flags are released, or the thread
+    that makes them would never end."""
     seen = worlds("gloo", 3).run(absent, op, config)
     assert (
         seen[1] is None and {seen[0], seen[2]} <= {(op, 1), (op, 0), (op, 2)} and (op, 1) in seen

@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter in worlds of processes, interpreted where its plan is fused."""
+"""matmul_reduce_scatter in CPU worlds, interpreted where its plan is fused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_same_bits_on_every_call(world: World) -> None:
 
 
 def many_shapes(me: Member) -> None:
-    """Any shape, drawn alike on every rank."""
+    """Random shapes, the same on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
@@ -113,7 +113,7 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
 
 
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds) -> None:
-    """dgrad hands the gathered gradient to wgrad and to the bias."""
+    """dgrad passes the gathered gradient on to wgrad and to the bias."""
     worlds("gloo", 3).run(backward.backward_collectives, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
 
 
@@ -134,7 +134,7 @@ def finite_differences(me: Member) -> None:
     (tw.matmul_reduce_scatter(*leaves, call.bias) * weights.float()).sum().backward()
     step = 1e-6
     for which, leaf in enumerate(leaves):
-        # one rank moves one number, all ranks see their loss change
+        # one rank changes one number, all ranks see their loss change
         for owner in range(me.world_size):
             for index in range(leaf.numel()):
                 sides = []
@@ -216,8 +216,8 @@ COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2,
 transports = pytest.mark.parametrize(
     "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
 )
-# only for tiles that span shards: interpreted programs run in turn, and others wait for any of a
-# peer's
+# only for tiles that span shards: interpreted programs run one after the other, and other tiles
+# wait for any program of a peer
 PROGRAMS = 5
 
 SHAPES = {

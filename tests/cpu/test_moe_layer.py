@@ -1,4 +1,4 @@
-"""nn.MoE in worlds of processes, against the whole layer on one device."""
+"""nn.MoE in CPU worlds, against the whole layer on one device."""
 
 from __future__ import annotations
 

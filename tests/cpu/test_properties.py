@@ -1,7 +1,7 @@
-"""Any shape, stride, dtype and alignment, and what is not finite: the public call equals fp64, or
-says what is wrong.
+"""Random shapes, strides, dtypes and alignments, and values that are not finite: the public call
+equals fp64, or raises an error that says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the judge.
+``tests/support/properties.py`` has the strategies and the check of a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.properties import for_any, in_world
 
 import tileweave as tw
 
-OPS = {AG: 60, RS: 30, AR: 40}  # examples of each
+OPS = {AG: 60, RS: 30, AR: 40}  # examples per property
 
 
 @pytest.mark.timeout(3000)
@@ -50,7 +50,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds, op: str) -> None:
 
 
 def public_words(me: Member, sizes: tuple[int, int, int]) -> None:
-    """explain, warmup, synchronize and close take any sizes, and agree with each other."""
+    """explain, warmup, synchronize and close accept any sizes, and agree with each other."""
     rows, cols, depth = sizes
     x, w = torch.zeros(rows, depth), torch.zeros(cols, depth)
     plan = tw.explain(AG, x, w)

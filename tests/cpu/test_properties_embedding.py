@@ -1,8 +1,8 @@
-"""Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an
+"""Random tables, bags and jagged lists: pooled vectors equal fp64, distributed lists arrive, or an
 error says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the check, ``tests/support/embedding.py`` the
-oracle.
+``tests/support/properties.py`` has the strategies and the check of a result,
+``tests/support/embedding.py`` the oracle.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from tileweave.planning.sharding import rows_of
 
 @dataclass(frozen=True)
 class Example:
-    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists,
-    result off 16 bytes."""
+    """``result``: "new", "out", or "again", into an earlier result. ``offset``: by how many
+    elements tables, lists and result are off 16 bytes."""
 
     case: Case
     seed: int
@@ -141,7 +141,7 @@ def test_any_bags(worlds: Worlds) -> None:
 
 
 def alias_error(me: Member, example: tuple[str, int]) -> str:
-    """``out=`` in the storage of an input: what the error says ("": there is none)."""
+    """Pass ``out=`` in the storage of an input. Return the error ("": there is none)."""
     which, shift = example
     storage = torch.zeros(4096)
     table, weights = torch.ones(5, 4), torch.ones(2 * me.world_size)
@@ -178,7 +178,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds) -> None:
 
 @dataclass(frozen=True)
 class Lists:
-    """``features``: by rank; all ranks' jagged lists follow from ``seed``."""
+    """``features`` is indexed by rank. The jagged lists of all ranks follow from ``seed``."""
 
     features: tuple[tuple[int, ...], tuple[int, ...]]
     samples: int
@@ -250,8 +250,8 @@ def test_any_lists(worlds: Worlds) -> None:
 
 
 def pieces_agree(me: Member) -> None:
-    """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of
-    worlds of one to four."""
+    """The kernels and plain torch give the same messages, offsets, sums and pieces, for every rank
+    of worlds of one to four."""
     from tileweave.kernels.embedding import jagged as jagged_pieces
     from tileweave.ops.embedding.distribute_indices import InTorch
 
@@ -293,7 +293,7 @@ def pieces_agree(me: Member) -> None:
 
 
 def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-untyped-def]
-    """Of each rank: its messages, and what it makes of those that come, exchanged here."""
+    """Per rank: its messages, and what it makes of the ones it receives, exchanged here."""
     from tileweave.ops.embedding.distribute_indices import _layout
 
     made = []
@@ -317,7 +317,8 @@ def test_kernels_and_torch_make_the_same_pieces(worlds: Worlds) -> None:
 
 
 def wrong_lists(me: Member, what: str) -> str:
-    """Rank 1 passes something wrong: what each rank is told, and that the next call is fine."""
+    """Rank 1 passes a wrong argument: check the error of each rank, and that the next call
+    works."""
     lists = Lists(((0, 1), (2,)), 3, 3, torch.int64, torch.int64, None, 0, 5)
     lengths, values, _ = lists.of(me.rank)
     options: dict[str, object] = {}
@@ -354,7 +355,8 @@ LOCAL = {
 
 
 def refused(me: Member, name: str) -> None:
-    """Wrong on one rank: raised there, before anything is sent; the others do not call."""
+    """A wrong argument on one rank raises there, before anything is sent. The others do not
+    call."""
     if me.rank == 0:
         lists = Lists(((0, 1), (2,)), 3, 3, torch.int64, torch.int64, None, 0, 5)
         lengths, values, _ = lists.of(me.rank)

@@ -1,4 +1,4 @@
-"""Input that is allowed and seldom seen, and what is refused because kernels would read past it;
+"""Rare inputs that are allowed, and inputs that are refused because kernels would read past them;
 two ranks."""
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def test_autograd_tracks_writes_and_undifferentiable_inputs(world) -> None:
 
 
 def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dtype]]:
-    """Of each module: the dtype of its result, how far that is from the one in fp32, and the dtype
-    of its weights' gradient."""
+    """Per module: the dtype of its result, the distance of that from the result in fp32, and the
+    dtype of its weight gradient."""
     torch.manual_seed(me.rank)
     found = []
     for layer, x in (
@@ -258,8 +258,8 @@ def test_a_dimension_of_zero_keeps_the_others(world) -> None:
 
 
 def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
-    """A layer keeps the name of its group, and so does compiled code; the group is destroyed, and
-    another one of that name has its ranks the other way."""
+    """A layer keeps the name of its group, and so does compiled code. The group is destroyed, and
+    another one of that name has its ranks in reverse order."""
     layer = tw.nn.ColumnParallelLinear(8, 8, bias=False)
     compiled = torch.compile(layer, backend="aot_eager")
     right = []
@@ -283,7 +283,7 @@ def test_layer_finds_a_new_group_of_the_same_name(tmp_path: Path) -> None:
 
 
 def odd_one_of_many_features(me: Member) -> str:
-    """The list of features alone is longer than what ranks tell each other."""
+    """The list of features alone is longer than the text that ranks exchange."""
     features = [list(range(100)), list(range(100, 200))]
     lengths = torch.ones(200 * (1 + me.rank), dtype=torch.int64)
     with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
@@ -338,7 +338,7 @@ def test_unfused_mismatch_raises_on_every_rank(world) -> None:
     assert "sends 4 elements to rank 1, which expects 3" in refused[-1]
 
 
-# one of each rank
+# one per rank
 SUMS = {
     torch.float16: (2048, 1, 1),
     torch.float32: (1e8, 1, -1e8),

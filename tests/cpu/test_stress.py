@@ -1,4 +1,4 @@
-"""`tileweave check --stress` in small: it runs where there are no GPUs, and it notices."""
+"""`tileweave check --stress` on a small scale: it runs without GPUs, and finds wrong results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tileweave.launcher import Member, launch
 
 
 def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
-    """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand
-    then."""
+    """All operators, past both wraps of the epochs: (wrong, moves), operators, and the epochs at
+    the end."""
     from tileweave.commands import stress
 
     quick = {"_DATA": 1, "_BELOW_WRAP": 3, "_BATCH": 20, "_POISONED": 1.0}
@@ -46,7 +46,7 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     def sometimes_wrong(self, operands, group, *rest, **named):
         result = call(self, operands, group, *rest, **named)
         made[0] += 1
-        # behind the calls that make what others are compared with
+        # after the calls whose results others are compared with
         if member.rank == wrong_rank and made[0] > 20:
             result[0].view(-1)[-1] += 1000 if made[0] % 2 else 0
         return result
@@ -57,7 +57,7 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     ):
         outcome = stress.stress(member, 30, 3, 100.0)
     assert outcome.moves == outcome.asked and f"{outcome.wrong} wrong" in str(outcome)
-    # what --json writes
+    # the output of --json
     assert json.loads(json.dumps(asdict(outcome)))["counts"] == {"all_gather_matmul": 30}
     return outcome.calls, outcome.wrong, outcome.other_bits
 

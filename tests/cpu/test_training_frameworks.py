@@ -1,5 +1,5 @@
-"""What training stacks do around layers: seeds that ranks share, compilers that meet a whole
-module, modes below autograd."""
+"""What training frameworks do with layers: seeds that ranks share, compilation of whole modules,
+modes below autograd."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_ranks_draw_the_same_numbers_after_tables(world: World, tables: int, on_
 
 
 def compiled_module(me: Member, tables: int) -> list[int]:
-    """Several batch sizes through one compiled module, beside what it gives uncompiled; graphs of
-    it, and of all."""
+    """Several batch sizes through one compiled module, compared with the eager one. Return the
+    number of graphs after each batch."""
     torch._dynamo.reset()
     counters.clear()
     bags = ShardedEmbeddingBag(tables_of(tables))

@@ -1,5 +1,4 @@
-"""What a CPU runs that does not interpret kernels: every operator and its gradients unfused, over
-three ranks."""
+"""Operators and gradients on a CPU that does not interpret kernels: unfused, over three ranks."""
 
 from __future__ import annotations
 

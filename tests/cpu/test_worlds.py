@@ -1,5 +1,5 @@
-"""The harness itself: a failure on one rank fails the test with every rank's story, and the next
-test starts afresh."""
+"""The test worlds: a failure on one rank fails the test with the output of every rank, and the next
+test gets a new world."""
 
 from __future__ import annotations
 
