@@ -45,7 +45,10 @@ NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(peers, rank, epoch, -1, WORLD_SIZE)\n"
 _PUSHED = "        await_pushed(peers, epoch, WORLD_SIZE)\n"
-_SENT = "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + group)))\n"
+_SENT = (
+    "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + "
+    "group)))\n"
+)
 _SHUT = "        tl.store(peers.counters + GATE, 0)\n"
 
 MUTANTS: tuple[Mutant, ...] = (

@@ -1,4 +1,4 @@
-"""Faults planted in gathers beside other kernels: of backward, and under a matmul for each shard; see ``mutants.py``."""
+"""Faults planted in gathers that run concurrently with other kernels; see ``mutants.py``."""
 
 from __future__ import annotations
 

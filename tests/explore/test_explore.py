@@ -1,5 +1,4 @@
-"""Interleavings of the real kernels: nothing goes wrong, and whatever is broken on purpose is
-found."""
+"""Interleavings of the real kernels: no violation is found, and every planted fault is."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ WORKERS = max(min(os.cpu_count() or 1, 4), 2)
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Executor]:
-    """One process for all that needs a worker of exploration: to start one takes seconds."""
+    """One process for all tests that need a worker of exploration: starting one takes seconds."""
     with pool(1) as processes:
         yield processes
 
@@ -50,7 +49,7 @@ def test_documents_state_the_number_of_mutants(name: str) -> None:
 
 
 def test_each_operator_once(worker: Executor) -> None:
-    """For the edit loop: all of this is in ``test_interleavings``, too."""
+    """For the edit loop; ``test_interleavings`` covers all of this, too."""
     operators, found = worker.submit(found_in_each_operator).result()
     assert set(OPERATORS) <= set(operators) and found == []
 
@@ -129,7 +128,7 @@ def test_unknown_scenarios_are_refused() -> None:
         fuzz(100, "no such operator", workers=1, show=False)
 
 
-# --- By as many processes as there are cores: last, when the other worker of the tests has nothing left to do ---
+# --- With as many processes as cores: last, when the other pytest worker has nothing left to do ---
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The model itself: what memory may do, what counts as wrong, how tasks take turns. No kernels
-here."""
+"""The model itself: what memory may do, what counts as a violation, how tasks take turns. No
+kernels here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tileweave.explore.tasks import Decision, Task  # noqa: E402
 
 
 class Cells:
-    """A memory with a few shared words, and writers to put stores there."""
+    """A memory with a few shared words, and writers that store to them."""
 
     def __init__(self, writers: int = 3, words: int = 8) -> None:
         self.memory = Memory(writers)
@@ -117,7 +117,7 @@ def wrong_read_without_acquire(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.memory.drain(cells.writers[0])
-    cells.load(1, 0)  # the value is there, and nothing says that it had to be
+    cells.load(1, 0)  # the value is there, but no order guarantees it
 
 
 def wrong_read_behind_a_plain_signal(cells: Cells) -> None:
@@ -159,11 +159,15 @@ def wrong_place(cells: Cells) -> None:
 
 
 WRONG = {
-    wrong_read_without_acquire: "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0",
+    wrong_read_without_acquire: (
+        "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0"
+    ),
     wrong_read_behind_a_plain_signal: "early read: .* by writer 0",
     wrong_read_of_what_was_stored_after_the_signal: "early read",
     wrong_read_of_nothing: "early read: .* was not written by any task",
-    wrong_store_while_somebody_reads: "overwrite: writer 0 writes words.0:1., .* after the read by writer 1",
+    wrong_store_while_somebody_reads: (
+        "overwrite: writer 0 writes words.0:1., .* after the read by writer 1"
+    ),
     wrong_store_beside_a_store: "overwrite: writer 1 writes .* after the store by writer 0",
     wrong_place: "wild access",
 }
@@ -176,7 +180,7 @@ def test_violations_are_found(program) -> None:
 
 
 def test_acknowledged_stores_may_be_overwritten() -> None:
-    """What the library relies on: the reader's own signal says that it has read."""
+    """Protocols rely on this: the reader's own signal says that it has read."""
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
@@ -201,7 +205,7 @@ def test_deadlock_is_detected(strategy) -> None:
 
     def body(rank: int) -> None:
         if rank == 0:
-            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # nobody ever stores there
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # no task ever stores there
 
     with pytest.raises(Violation, match="deadlock: rank 0 host waits"):
         world.run(body)
