@@ -1,5 +1,5 @@
-"""Every cut that a plan may choose can be compiled and run: those of experts and of lookups, on a
-GPU that is not here."""
+"""Every config that a plan may choose for experts and lookups can be compiled and run on the target
+GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tileweave.planning.machine import CPU, H200
 from tileweave.planning.schedules.grouped import GroupedProblem, plan_dispatch, routes_fused
 from tileweave.planning.sharding import config_for
 
-SHARED_BYTES = 232448  # that one program of Hopper may use
+SHARED_BYTES = 232448  # shared memory that one program of Hopper may use
 MIXTURE = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
 TOKENS = (1, 2, 4, 8, 9, 16, 17, 64, 65, 256, 257, 1024, 8192, 65536)
 
@@ -59,6 +59,7 @@ def test_lookup_cuts_fit_the_device(row_bytes: int, pooling: float) -> None:
 
 
 def test_routing_plans_made_by_the_kernel() -> None:
-    """Interpreted, too: else no test on a CPU would run it, and none would say so."""
+    """Also when interpreted: otherwise no test on a CPU would run this kernel, without a sign of
+    it."""
     assert [routes_fused(size, H200, False) for size in (1, 2, 8, 9)] == [False, True, True, False]
     assert routes_fused(2, CPU, True) and not routes_fused(2, CPU, False)

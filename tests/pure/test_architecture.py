@@ -352,13 +352,24 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
 
 SOUND = {
     "planning.matmul": "from tileweave.errors import InputError\ndef f():\n    import torch",
-    "transport.interface": "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry",
-    "kernels.signal": "from tileweave.transport import protocol\nfrom tileweave.transport.protocol import EPOCH",
+    "transport.interface": (
+        "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry"
+    ),
+    "kernels.signal": (
+        "from tileweave.transport import protocol\nfrom tileweave.transport.protocol import EPOCH"
+    ),
     "device.signal": "from . import remote\ntl.inline_asm_elementwise('', '', [])",
-    "kernels.matmul_all_reduce": "import torch\nfrom ..device import signal\nassert x, 'why'\ntl.device_print(x)",
-    "ops.registry": "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n    raise",
+    "kernels.matmul_all_reduce": (
+        "import torch\nfrom ..device import signal\nassert x, 'why'\ntl.device_print(x)"
+    ),
+    "ops.registry": (
+        "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n"
+        "    raise"
+    ),
     "bench.run": "import tileweave as tw\nfrom tileweave import OPERATORS, ops\nprint(tw)",
-    "commands.app": "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ...",
+    "commands.app": (
+        "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ..."
+    ),
     "__init__": "from tileweave.commands.app import main",
 }
 

@@ -1,4 +1,4 @@
-"""What plans fall back to, and what a bench makes of its times."""
+"""Fallbacks of plans, and the verdicts that a benchmark derives from its times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_largest_tables_first_where_most_read_first_does_not_fit() -> None:
 
 
 def test_tables_are_cut_where_they_do_not_fit_whole() -> None:
-    """Three of 1920 bytes, on two ranks of 2880."""
+    """Three tables of 1920 bytes, on two ranks of 2880."""
     plan = plan_sharding([TableSpec(name, 60, 8) for name in "abc"], 2, 4, 2880)
     assert [plan.memory(rank) for rank in (0, 1)] == [2880, 2880]
 

@@ -1,4 +1,4 @@
-"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is
+"""The ledger of calls between two and three ranks in one process: ranks that are first, late, or
 far ahead."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_equal_calls_match_in_any_order(seed: int) -> None:
     left = [3 * PLACES] * 3
     while any(left):
         rank = order.choice([r for r in range(3) if left[r]])
-        # also further ahead than there are places
+        # also further ahead than the ledger has entries
         for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):
             left[rank] -= 1
             found[rank].post("op", 3 * PLACES - left[rank])
@@ -54,7 +54,7 @@ def test_ledger_mismatch_raises_on_both_ranks(
         tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "
     ):
         second.post("an_op", 11)
-    for _ in range(2):  # and it stays so
+    for _ in range(2):  # and again
         with pytest.raises(tw.RankMismatchError, match="rank 0 where rank 1"):
             first.compare("op")
 
@@ -91,7 +91,8 @@ def test_ledger_call_numbers_wrap() -> None:
 @pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
 @pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
 def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) -> None:
-    """Whoever comes first; also by who had compared the call before it broke off."""
+    """Independent of which rank is first, and also on a rank that compared the call before it broke
+    off."""
     broken, made = found = ledgers(2)
     for ledger in found:
         ledger.post("op", 5)
@@ -101,7 +102,7 @@ def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) ->
         broken.post("op", 6)
     broken.break_off(posted)
     if first == 0:
-        broken.post("op", 6)  # goes on, before anybody could know
+        broken.post("op", 6)  # goes on before any rank could know
         with pytest.raises(
             tw.RankMismatchError,
             match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised",
@@ -112,11 +113,11 @@ def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) ->
 
 
 def test_mismatch_of_an_earlier_call_does_not_post_the_next() -> None:
-    """Or a peer that broke off there, too, a moment later, would wait for it."""
+    """Otherwise a peer that broke off there, too, a moment later, would wait for it."""
     told, late = ledgers(2)
     told.post("op", 5)
     told.break_off(True)
-    late._pages[1][1] = 5 << 32 | 1  # in that call still
+    late._pages[1][1] = 5 << 32 | 1  # still in that call
     late.calls = 1
     with pytest.raises(tw.RankMismatchError):
         told.post("op", 6)
@@ -129,7 +130,7 @@ def test_mismatch_of_an_earlier_call_does_not_post_the_next() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_call_broken_off_on_every_rank_is_no_mismatch(ahead: int) -> None:
-    """Wherever in the call, and however far one rank is ahead of the other."""
+    """At any point of the call, and however far one rank is ahead of the other."""
     found = ledgers(2)
     for ledger, posted in zip(found, (True, False), strict=True):
         ledger.post("op", 5)
@@ -150,8 +151,8 @@ def test_breaking_off_without_memory_does_nothing() -> None:
 
 
 def test_mismatch_is_kept_when_the_other_rank_goes_on() -> None:
-    """The second was told, and called again all the same: a call that fits hides none before it
-    that did not."""
+    """The second rank raised, and called again all the same. A matching call does not hide an
+    earlier mismatch."""
     first, second = ledgers(2)
     first.post("op", 10)
     for mark in (11, 12):

@@ -1,5 +1,4 @@
-"""What commands refuse before they start, and how a table says who was right. No world is started
-here."""
+"""Errors of commands before they start, and verdicts in tables. No world is started here."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(*words: str) -> str:
-    """What a command says that ends at once, with a code other than zero."""
+    """Output of a command that exits at once with a nonzero code."""
     done = runner.invoke(app, list(words))
     assert done.exit_code != 0
     return str(done.exception) if isinstance(done.exception, InputError) else done.output
@@ -72,7 +71,7 @@ def test_demo_closing_line_counts_cases() -> None:
     assert closing(DemoResult(2, "CPU", [one], [])) == "1 of 1 right"
 
 
-# --- Numbers, and options that would do nothing ---
+# --- Numbers, and options without effect ---
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_simulator_options_are_validated() -> None:
         )
 
 
-# --- Places and packages ---
+# --- Output paths and packages ---
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_bad_timeout_is_refused_before_ranks_start(
     assert "TILEWEAVE_TIMEOUT='abc'" in refused("check", "--device", "cpu")
 
 
-# --- The plot's axis ---
+# --- The axis of the plot ---
 
 
 @pytest.mark.parametrize(

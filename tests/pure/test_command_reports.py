@@ -1,5 +1,5 @@
-"""What commands say of what they found: verdicts of the doctor, worlds under torchrun, tables,
-notes and exit codes."""
+"""Reports of commands: verdicts of the doctor, worlds under torchrun, tables, notes and exit
+codes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def given(
     launched: object, monkeypatch: pytest.MonkeyPatch, *words: str
 ) -> tuple[int, str, list[Any]]:
-    """The exit code of a command whose world gives ``launched``, what it says, and what the world
-    was called with."""
+    """The exit code of a command whose world returns ``launched``, its output, and the arguments of
+    the world."""
     calls: list[Any] = []
     monkeypatch.setattr(
         cli, "launch", lambda function, *args, **named: calls.append((args, named)) or launched
@@ -332,8 +332,7 @@ def test_report_without_a_rival_shows_a_dash(name: str) -> None:
 
 
 def folder_with(tmp_path: Path, op: str, *changes: Any) -> Path:
-    """A folder with a run of ``op``, and one for each of ``changes`` (to its report), later and
-    later."""
+    """A folder with a run of ``op``, and a later one for each of ``changes`` (to its report)."""
     text = (RESULTS / f"{op}-4xH200-2026-11-21.json").read_text("utf-8")
     for number, change in enumerate((lambda report: None, *changes)):
         report = json.loads(text)

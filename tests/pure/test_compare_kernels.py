@@ -1,4 +1,4 @@
-"""Kernels are the same if only names and the order of parameters changed, and differ otherwise."""
+"""Kernels are equal if only names and the order of parameters differ."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def recording(
     files: tuple[str, ...] = ("tests/compile",),
     **more: Any,
 ) -> Path:
-    """A file as ``record`` writes it, of kernels given as (name, text, test)."""
+    """A file as ``record`` writes it, with kernels given as (name, text, test)."""
     path = folder / f"{len(list(folder.iterdir()))}.json"
     path.with_suffix("").mkdir()
     found = []

@@ -1,5 +1,5 @@
-"""Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one
-that takes notes."""
+"""Copies as a CUDA graph: which operation follows which, and what a push updates. The driver is a
+fake that records calls."""
 
 import ctypes
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tileweave.transport.interface import Copies, Copy  # noqa: E402
 
 
 @dataclass
-class Driver:  # named as the driver names them
-    """Handles are numbers from 1 on; a node is (kind, what it follows, its facts)."""
+class Driver:  # methods have the names of the driver
+    """Handles are numbers from 1 on. A node is (kind, its predecessors, its other arguments)."""
 
     nodes: dict[int, tuple] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -87,14 +87,14 @@ def engine(driver):
 
 
 def push_again(line, copies, address, launch=None):
-    """The second time, which makes a graph of them."""
+    """Push twice: the second push makes a graph."""
     line.push(copies, address)
     line._driver.calls.clear()
     line.push(copies, address, launch)
 
 
 def scatter():
-    """Two owners, a lane each: wait for tiles, data, signal; then one to ourselves."""
+    """Two owners with a lane each: wait for tiles, data, signal. Then a signal to this rank."""
     return Copies(
         [
             Copy(1000, 0, 64, 8, counter=500, count=3),
@@ -237,7 +237,7 @@ def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
 
 
 class Refusing:
-    """A driver that refuses calls of one name, and does the others."""
+    """A driver in which calls of one name fail."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused
@@ -263,7 +263,7 @@ class Lane:
     ],
 )
 def test_driver_errors_are_raised(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that was not queued is data that nobody sent."""
+    """A copy that was not queued means data that was never sent."""
     monkeypatch.setattr(copy_engine, "current_handle", lambda index: 64)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     line = object.__new__(copy_engine.CopyEngine)

@@ -1,4 +1,4 @@
-"""Errors: what a caller can catch, and what a message must say."""
+"""Errors: which classes a caller can catch, and what a message must say."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_timeout_message_on_the_host_has_no_epochs(at: Waited) -> None:
 
 @pytest.mark.parametrize("at", ["signal", "meeting", "closed"])
 def test_timeout_survives_pickling(at: Waited) -> None:
-    """Launchers and process pools hand exceptions from process to process."""
+    """Launchers and process pools pass exceptions from process to process."""
     error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5, at)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is PeerTimeout
@@ -86,7 +86,7 @@ def test_timeout_survives_pickling(at: Waited) -> None:
     assert (back.peer, back.seen, back.seconds, back.at) == (1, 39, 2.5, at)
 
 
-# --- Inputs that need no peers to be wrong ---
+# --- Inputs that are wrong on one rank ---
 
 X, W = torch.zeros(4, 8), torch.zeros(6, 8)
 

@@ -1,5 +1,5 @@
-"""The integer maps: nothing is done twice or forgotten, nobody waits upwards, and the device's
-copies say the same."""
+"""The integer maps of a gather: no unit is computed twice or left out, programs wait for lower
+programs only, and the device's functions agree with the host's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def all_units(schedule: TileSchedule) -> list[tuple[int, Unit]]:
     ]
 
 
-# --- Who sends what where ---
+# --- Pushes ---
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
@@ -138,7 +138,7 @@ def test_each_element_of_the_output_is_in_one_tile(schedule: TileSchedule) -> No
 @thorough
 @given(schedules())
 def test_sources_are_grouped_in_bands_by_arrival(schedule: TileSchedule) -> None:
-    """The own shard alone, if it comes first, then bands of sources: no tile stands outside its
+    """The own shard alone, if it comes first, then bands of sources. No tile is outside its
     band."""
     if schedule.spans_shards:
         return
@@ -178,8 +178,8 @@ def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
 @thorough
 @given(schedules())
 def test_programs_of_a_cut_tile(schedule: TileSchedule) -> None:
-    """The owner is the highest program of a tile, its helpers stand right below: nobody waits for a
-    higher program."""
+    """The owner is the highest program of a tile, and its helpers are right below: no program waits
+    for a higher one."""
     shares: dict[int, list[tuple[int, Unit]]] = {}
     for program, unit in all_units(schedule):
         shares.setdefault(unit.tile, []).append((program, unit))
@@ -197,8 +197,8 @@ def test_programs_of_a_cut_tile(schedule: TileSchedule) -> None:
 @thorough
 @given(schedules())
 def test_program_helps_once_per_segment_and_owns_last(schedule: TileSchedule) -> None:
-    """One place for parts in a segment is enough, and an owner has nothing left to do for others
-    when it waits."""
+    """One entry for partial tiles per segment is enough, and an owner has no other work left when
+    it waits."""
     for program in range(schedule.num_programs):
         for segment in range(schedule.num_segments):
             units = [unit for unit in schedule.units(program) if unit.segment == segment]
@@ -290,11 +290,12 @@ def test_slices_cover_a_shard(total: int, num_slices: int, quantum: int) -> None
     assert all(begin % quantum == 0 or begin == total for begin, _ in bounds)
 
 
-# --- The device's copies ---
+# --- The device's functions ---
 
 
 def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
-    """What the kernel's loop makes of the functions in ``device/triton/tiles.py``."""
+    """The units that the loop of the kernel makes with the functions in
+    ``device/triton/tiles.py``."""
     from tileweave.device.triton import tiles as device
 
     d = {source.__name__: source for source in device.SOURCES}

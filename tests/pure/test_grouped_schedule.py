@@ -1,5 +1,5 @@
-"""Tiles of grouped matmuls: the device's walk equals the host's, and every row meets every column
-once."""
+"""Tiles of grouped matmuls: the walk of the device equals that of the host, and every row is paired
+with every column once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
 @pytest.mark.parametrize("sends", [1, 3, 6, 7, 21])
 @pytest.mark.parametrize("own", [0, 1, 2, 5, 7])
 def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
-    """And each block is one ticket, behind those it needs; own ones in order; both kinds run out
+    """Each block is one ticket, after those it needs. Own blocks come in order, and both kinds end
     together."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
@@ -104,8 +104,8 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
 
 @pytest.mark.parametrize(("sends", "own"), [(34755, 11585), (34755, 11586), (10**5, 10**4)])
 def test_tickets_of_many_blocks_fit_int32(sends: int, own: int) -> None:
-    """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are
-    mixed."""
+    """Products are below 2^31, and each block is one ticket. (34755, 11585) are the largest counts
+    that are mixed."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
     mixed = sends + own
@@ -119,7 +119,7 @@ def test_tickets_of_many_blocks_fit_int32(sends: int, own: int) -> None:
 
 
 def test_combine_counters_do_not_overlap() -> None:
-    """Whatever chunks and groups there may be."""
+    """For any number of chunks and groups."""
     layout = pytest.importorskip("tileweave.kernels.experts.combine_layout")
     slices = pytest.importorskip("tileweave.device.triton.signal").MAX_SLICES.value
     late = layout.TICKETS.value + layout.LINE.value
@@ -165,7 +165,7 @@ def test_dispatch_paths() -> None:
             GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False
         ).config
         assert cut is not None and cut.signal_blocks <= 32
-    # as many rows an expert as tokens a rank
+    # as many rows per expert as tokens per rank
     mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")
     cuts = [
         plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).config

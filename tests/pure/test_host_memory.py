@@ -1,5 +1,5 @@
-"""A block of shared host memory: nobody makes it smaller under its readers, and nothing else passes
-for it."""
+"""A block of shared host memory: it cannot shrink under its readers, and nothing else is taken for
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block() -> Iterator[int]:
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1, 2 * NBYTES])
 def test_shared_block_keeps_its_size(block: int, nbytes: int) -> None:
-    """A rank that maps it would get a SIGBUS where it ends early."""
+    """A rank that maps a block that ends early would get a SIGBUS."""
     with pytest.raises(PermissionError):
         os.ftruncate(block, nbytes)
     assert os.fstat(block).st_size == NBYTES
@@ -41,8 +41,7 @@ def test_shared_block_is_allocated_when_created(block: int) -> None:
 
 @pytest.mark.parametrize("token", ["another", "b-token"])
 def test_another_block_is_not_taken_for_a_peers(block: int, token: str) -> None:
-    """Its number may have been given to something else since, whose bytes would be taken for a
-    peer's."""
+    """Its number may have been reused since, and other bytes would be taken for those of a peer."""
     with pytest.raises(tw.UnsupportedError, match="something else is there"):
         host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
 

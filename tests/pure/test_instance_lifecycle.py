@@ -1,5 +1,5 @@
-"""An instance under capture, on several streams, after a growth or a launch that failed: over a
-transport that takes notes."""
+"""An instance under capture, on several streams, after failed growth or a failed launch: over a
+transport that records calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Streams(NotingTransport):
 
 
 def test_begin_reports_capture() -> None:
-    """A capture wants every stream joined that it forked."""
+    """A capture must join every stream that it forked."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
     assert instance.begin() is False
@@ -42,7 +42,8 @@ def test_begin_reports_capture() -> None:
 
 
 def test_captured_region_waits_for_no_stream() -> None:
-    """It is the capture's own, and a stream outside of the capture cannot be waited for in it."""
+    """It belongs to the capture, and a stream outside of the capture cannot be waited for
+    inside."""
     transport, notes = Streams(), []
     instance = Instance(OP, transport)
     instance.reserve(64, slots=3)
@@ -53,7 +54,7 @@ def test_captured_region_waits_for_no_stream() -> None:
 
 
 def test_failed_growth_keeps_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth that fails leaves no slots that a smaller call would take for its own."""
+    """Failed growth leaves no slots that a smaller call would take for its own."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
     instance.reserve(4096)
@@ -73,8 +74,8 @@ def test_failed_growth_keeps_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_concurrent_copies_are_joined_only_where_needed(
     device: str, capturing: bool, joins: int
 ) -> None:
-    """A capture wants every stream joined that it forked; a kernel on a device ends behind the
-    copies anyway."""
+    """A capture must join every stream that it forked. A kernel on a device ends after the copies
+    anyway."""
     transport = NotingTransport()
     transport.device = torch.device(device)
     transport.push = lambda copies, given, launch: launch()  # type: ignore[method-assign]
@@ -104,8 +105,8 @@ def test_failed_launch_is_joined_and_not_counted(device: str) -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_kernels_find_the_tables_through_the_control_block(copied: bool) -> None:
-    """After a fault a rank finds its peers there, and sends them nothing more; copy engines go by
-    addresses of the host."""
+    """After a fault a rank finds itself instead of its peers there, and sends them nothing more.
+    Copy engines use addresses of the host."""
     instance = Instance(OP, NotingTransport(world_size=4, rank=1), copied=copied)
     instance.reserve(64)
     instance.reserve(100_000)

@@ -1,5 +1,5 @@
-"""The line of launches on a device: who is ordered behind what, with streams that only take
-notes."""
+"""The order of launches on a device across streams, which are fakes that record what they wait
+for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Event:
 
 
 def launches(steps: list[str], capturing: bool = False) -> list[str]:
-    """What is ordered behind what, of steps such as "a" (a launch on stream a) and "a." (it has
+    """Which streams wait for what, after steps such as "a" (a launch on stream a) and "a." (it has
     ended; more follows)."""
     notes: list[str] = []
     streams = {name: Stream(name, notes) for name in "abc"}
@@ -67,8 +67,8 @@ def test_launches_are_ordered_across_streams(steps: list[str], found: list[str])
 
 
 def test_region_is_rewritten_after_its_readers() -> None:
-    """The line lets a launch pass what follows the last one; not where peers write over what that
-    still copies, or reads."""
+    """The launch order lets a launch pass work that follows the last launch. This does not hold
+    where peers overwrite a region that such work still copies or reads."""
     notes: list[str] = []
     a, b = Stream("a", notes), Stream("b", notes)
     regions = Regions(3)

@@ -1,5 +1,4 @@
-"""docs/measured.md says what the results say: it is what the module that writes it makes of them
-now."""
+"""docs/measured.md is what the module that writes it makes of the results now."""
 
 from __future__ import annotations
 

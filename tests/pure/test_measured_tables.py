@@ -1,5 +1,4 @@
-"""Measured tables are data: whatever stands in one is a table, or an InputError that says what is
-wrong."""
+"""Measured tables are data: any content is a table, or an InputError that says what is wrong."""
 
 from __future__ import annotations
 

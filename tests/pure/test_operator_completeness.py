@@ -1,5 +1,5 @@
-"""Every public operator is whole: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
-case, README row."""
+"""Every public operator is complete: kernel, reference, fake, gradient, tests on CPU and GPUs,
+bench case, README row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_registered(op: str, *dispatch_keys: str) -> bool:
 
 
 def test_operator_lists_agree() -> None:
-    """An operator's fused call is in a file of its own, and every operator has a kernel."""
+    """The fused call of an operator is in its own file, and every operator has a kernel."""
     fused = {path.stem.removesuffix("_fused") for path in (PACKAGE / "ops").rglob("*_fused.py")}
     public = {re.sub("^embedding_bag_", "bag_", op) for op in OPERATORS}
     assert fused <= public

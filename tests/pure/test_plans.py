@@ -1,4 +1,4 @@
-"""Plans: what runs where, with a reason for everything that does not run fused."""
+"""Plans: which path a call takes, with a reason for everything that is not fused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tileweave.planning.table import Entry, nearest, tuned_entries
 
 WORLD_SIZES = range(2, 9)
 SMALL_GPU = Machine("some GPU", "cuda", 80, 108)
-SHARED_BYTES = {H200: 232448, SMALL_GPU: 167936}  # that one program may use
-MAX_SLICES = 32  # signals that a source has in each peer
+SHARED_BYTES = {H200: 232448, SMALL_GPU: 167936}  # shared memory that one program may use
+MAX_SLICES = 32  # signals of a source in each peer
 
 thorough = settings(max_examples=300, deadline=None, derandomize=True)
 problems = st.builds(
@@ -52,7 +52,7 @@ def power_of_two(number: int) -> bool:
 
 
 def check_config(config: MatmulConfig) -> None:
-    """What kernels take for granted."""
+    """Assumptions of kernels."""
     for size in (config.tile_m, config.tile_n, config.tile_k, config.num_slices, config.num_warps):
         assert power_of_two(size), f"{config!r}: {size}"
     assert min(config.tile_m, config.tile_n, config.tile_k) >= 16, "tl.dot's least"
@@ -94,8 +94,8 @@ def test_cpu_plan_satisfies_the_kernels(p: Problem) -> None:
 @thorough
 @given(problems, st.sampled_from([H200, CPU]))
 def test_plan_does_not_depend_on_the_rank(p: Problem, machine: Machine) -> None:
-    """Transport, slices and the number of programs are part of the protocol: they may not depend on
-    the rank."""
+    """Transport, slices and the number of programs are part of the protocol: they must not depend
+    on the rank."""
     assert "rank" not in inspect.signature(plan_all_gather_matmul).parameters
     plans = {plan_all_gather_matmul(replace(p), machine, interpreting=True) for _ in range(3)}
     assert len(plans) == 1
@@ -115,7 +115,7 @@ def test_plan_does_not_depend_on_the_rank(p: Problem, machine: Machine) -> None:
 def test_every_exchange_has_a_plan(
     p: Problem, plan_for: Callable[..., Plan], machine: Machine
 ) -> None:
-    """K of a part that no tile divides goes unfused, and says so."""
+    """K of a part that no tile divides is unfused, and the plan says so."""
     plan = plan_for(p, machine, interpreting=False)
     assert plan.reason
     assert (plan.config is not None) == (plan.path == "fused")
@@ -143,7 +143,7 @@ def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
 
 
 def test_partial_sector_rows_use_cublas_or_wider_tiles() -> None:
-    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
+    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole cache lines."""
     by_shards, even, odd, few_tiles = (
         plan_all_gather_matmul(
             problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False
@@ -159,7 +159,7 @@ def test_partial_sector_rows_use_cublas_or_wider_tiles() -> None:
     assert (by_shards.config.kernel, by_shards.config.transport) == ("library", "copy_engine")
     assert "odd multiples" in by_shards.reason and "each shard" in str(by_shards)
     assert even.config.kernel == "hopper" and "odd multiples" not in even.reason
-    # rows of the result that the library is slow with; shards with little work
+    # rows of the result for which cuBLAS is slow; shards with little work
     for wide in (odd, few_tiles):
         assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == (
             "hopper",
@@ -222,8 +222,8 @@ each_reduction = pytest.mark.parametrize(
 
 
 def owned(p: Problem, plan_for: object) -> Problem:
-    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce
-    with all."""
+    """The problem with the rows of one owner for a reduce-scatter, with all rows for an
+    all-reduce."""
     return (
         p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
     )
@@ -314,7 +314,7 @@ def test_many_rows_use_the_copy_engine(cols: int) -> None:
 def test_cublas_multiplies_where_its_result_rows_are_aligned(
     plan_for: Callable[..., Plan],
 ) -> None:
-    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0017)."""
+    """Aligned to 16 bytes: otherwise it takes 2 to 3 times as long (decision 0017)."""
     for rows in (32, 64, 128):
         plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
         assert [plan.config.kernel for plan in plans] == ["library", "hopper"]

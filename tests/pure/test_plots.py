@@ -1,4 +1,4 @@
-"""Pictures of benches say what was timed, on what, and in words that a reader can take in."""
+"""Plots of benchmarks say what was timed and on which device, in readable labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def drawn(
     monkeypatch: pytest.MonkeyPatch, draw: Any, report: dict[str, Any]
 ) -> tuple[list[str], set[str]]:
-    """All texts of a picture, as they stand there, and the colours of its bars."""
+    """All texts of a plot, as shown, and the colours of its bars."""
     seen: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
     draw(report, Path("x.png"))

@@ -108,13 +108,13 @@ def test_interleaved_order_is_balanced(count: int) -> None:
     assert follows == dict.fromkeys(permutations(range(count), 2), 2)
 
 
-# --- Pictures: what they say is there ---
+# --- Plots: everything they mention is there ---
 
 
 def picture_of(
     monkeypatch: pytest.MonkeyPatch, *traces: Trace
 ) -> tuple[str, list[str], list[str], list[float]]:
-    """Heading, legend, titles of time lines, and the largest value of each scale of grey."""
+    """Heading, legend, titles of timelines, and the largest value of each grey scale."""
     plot = pytest.importorskip("tileweave.profile.plot")
     drawn: list[Any] = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Regions of symmetric memory: who gets which, and when one is free again."""
+"""Regions of symmetric memory: which call gets which, and when a region is free again."""
 
 from __future__ import annotations
 

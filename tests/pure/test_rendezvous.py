@@ -1,8 +1,7 @@
-"""Meetings to map symmetric memory: ranks with different histories understand each other, and
-nobody waits for ever.
+"""Meetings to map symmetric memory: ranks with different histories agree, and no rank waits
+forever.
 
-Where there are no GPUs nothing can be mapped; what torch's C++ sends through the store is played
-here.
+Nothing can be mapped without GPUs, so a fake does what torch's C++ sends through the store.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from tileweave.transport.torch_collectives import agree
 
 
 class Exchange:
-    """What torch does in a rendezvous: messages under a number that counts all it ever sent in this
-    process."""
+    """What torch does in a rendezvous: messages with a number that counts all that this process
+    ever sent."""
 
     def __init__(self, sent_before: int, one_by_one: bool = False) -> None:
-        self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 asks one by one
+        self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 gets them one by one
 
     def all_gather(self, store: dist.Store, rank: int, size: int, value: bytes) -> list[bytes]:
         keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(size)]
@@ -70,12 +69,12 @@ def test_ranks_with_different_histories_meet(histories: tuple[int, ...], one_by_
     def rank(me: int) -> list[list[bytes]]:
         messages, seen = Messages(dist.PrefixStore("group", common), "test", me), []
         exchange = Exchange(histories[me], one_by_one)
-        # calls our methods from C++, as a rendezvous does
+        # calls the methods of the store from C++, as a rendezvous does
         by_torch = dist.PrefixStore("torch", messages)
         for n in range(3):
             messages.start_round(n)
             seen.append(exchange.rendezvous(by_torch, me, size, bytes([n, me, 0, 255])))
-            exchange.number += me  # in between this process met others
+            exchange.number += me  # in the meantime this process met others
         return seen
 
     first, *others = on_ranks(size, rank)
@@ -148,7 +147,7 @@ def test_exchange_returns_texts_of_all_ranks(
     meeting.close()
 
 
-# --- Several ranks in one process: groups that are no more than a rank, a size and the store ---
+# --- Several ranks in one process: a group is only a rank, a size and the store ---
 
 
 @dataclass(eq=False)
@@ -177,7 +176,7 @@ def said(function: Callable[..., object], *args: object) -> str:
 
 
 def test_abandoned_meeting_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
-    """Rank 1 gives up twice; then all come: with a number, and texts, of their own."""
+    """Rank 1 gives up twice. Then all arrive, with a new number and new texts."""
     for n in range(2):
         assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(
             meet, f"old {n}", three[1], "a call"
@@ -201,7 +200,7 @@ def test_closed_rank_waits_for_ranks_that_have_not_closed(three: list[Rank]) -> 
         found = [said(texts[rank].exchange, "memory|")]
         if rank != 1:
             texts[rank].close()
-            time.sleep(1.5)  # longer than a rank waits that has closed nothing
+            time.sleep(1.5)  # longer than a rank that has closed nothing waits
             found.append(said(Texts(three[rank]).exchange, "memory|"))  # type: ignore[arg-type]
         return found
 
@@ -224,13 +223,14 @@ def test_allocation_and_call_comparison_report_the_same_mismatch(three: list[Ran
     ]  # type: ignore[arg-type,misc]
     one, *others = on_ranks(3, lambda rank: said(calls[rank]))
     assert one.startswith(
-        "RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call"
+        "RankMismatchError: asked: rank 0: the first call of an operator, where the other "
+        "ranks have a call"
     )
     assert others == [one, one]
 
 
 class Held:
-    """A store whose ``wait`` ends as ``rule`` says, once all that is waited for is there."""
+    """A store whose ``wait`` ends as ``rule`` says, once all keys are there."""
 
     def __init__(self, store: dist.Store, rule: Callable[[], None]) -> None:
         self._store, self._rule = store, rule
@@ -248,7 +248,7 @@ class Held:
 def test_timeout_as_the_last_rank_arrives_is_consistent(
     three, monkeypatch, late: bool, error: type
 ) -> None:
-    """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a
+    """The wait of rank 2 times out when all texts are there. No other rank goes on alone into a
     collective."""
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.3")
     decided, real = threading.Event(), dist.PrefixStore
@@ -278,7 +278,7 @@ def test_timeout_as_the_last_rank_arrives_is_consistent(
     )
     found = on_ranks(3, rank_of)
     met = "['0', '1', '2']"
-    if late:  # somebody has gone on already
+    if late:  # another rank has gone on already
         assert found == [met, met, met if error is RuntimeError else "KeyboardInterrupt"]
     else:
         assert [text.partition(":")[0] for text in found[:2]] == ["PeerTimeout"] * 2

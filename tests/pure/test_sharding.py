@@ -1,5 +1,5 @@
-"""Who owns which table: every column once, memory kept, and neither reading nor sending left to one
-rank."""
+"""Owners of tables: every column has one, memory suffices, and neither reads nor sends are left to
+one rank."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_equal_tables_are_distributed_evenly(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_small_tables_are_spread_over_ranks(ranks: int) -> None:
-    """Half of all lookups are of one table: whoever does not have it must not get nearly all
-    columns instead."""
+    """Half of all lookups are of one table. Ranks without it must not get nearly all columns
+    instead."""
     plan = plan_sharding(
         [TableSpec(f"t{i}", 10**6, 128, n) for i, n in enumerate(MULTI_HOT)], ranks
     )
@@ -102,7 +102,7 @@ def test_small_tables_are_spread_over_ranks(ranks: int) -> None:
         assert f"reads {read[rank]:.0f} bytes" in line and f"pools {sent[rank]} " in line
 
 
-# --- Gradients' way back ---
+# --- Gradients ---
 
 
 @pytest.mark.parametrize("tables", [1, 2, 3, 8, 9, 26, 200])

@@ -1,4 +1,4 @@
-"""Workload files: what is wrong is named with its line, its field and what is allowed."""
+"""Workload files: errors name the line, the field and what is allowed."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_sweep_keeps_the_batch_per_node() -> None:
     found = sweep(scenario_of(parse_document(text.format(24), "x")))
     assert [nodes for nodes, _ in found] == [1, 3, 6, 12, 24]
     assert all(result.samples == 2 * nodes * 4096 for nodes, result in found)
-    found = sweep(scenario_of(parse_document(text.format(36 + 12 // 4), "x")))  # 3.25 a node
+    found = sweep(scenario_of(parse_document(text.format(36 + 12 // 4), "x")))  # 3.25 per node
     assert not found
 
 

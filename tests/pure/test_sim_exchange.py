@@ -1,5 +1,5 @@
-"""Exchanges in the simulator: the kernels' own chunks and parts, waits where the kernel waits, and
-collectives as curves."""
+"""Exchanges in the simulator: the chunks, parts and waits of the kernels, and collectives as
+curves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slower(factor: float) -> Cluster:
 def run_of(
     config: MatmulConfig, m: int, cluster: Cluster = FOUR
 ) -> tuple[TileSchedule, Parts, KernelRun]:
-    # a rank's x [M, K / 4], rows scattered, columns gathered
+    # x [M, K / 4] of a rank, rows scattered, columns gathered
     problem = Problem(4, m, 4096, 2048, 2, "bfloat16")
     schedule, parts = exchange_schedule_for(problem, config, Exchange(0, 1), 0, H200)
     return (
@@ -56,7 +56,7 @@ def test_adjacent_parts_use_the_kernels_units(config: MatmulConfig, m: int) -> N
         (p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p)
     )
     pushes = [event for event in run.events if event.kind == "push"]
-    if config.transport == "copy_engine":  # chunk by chunk, in each to all peers in turn; one line
+    if config.transport == "copy_engine":  # chunk by chunk, each to all peers in turn, in one lane
         assert [event.peer for event in pushes] == [1, 2, 3] * parts.chunks and parts.chunks == 2
         assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes))
     else:
@@ -76,7 +76,7 @@ def test_first_tiles_wait_only_for_the_first_chunk() -> None:
     }
     waits = [event for event in run.events if event.kind == "wait"]
     assert {rows[event.tile] // parts.chunk_rows for event in waits} == {0, 1}
-    for event in waits:  # each ends when its source's chunk is there, and not when all is
+    for event in waits:  # each ends when the chunk of its source is there, before all are
         assert event.end == pytest.approx(arrived[rows[event.tile] // parts.chunk_rows, event.peer])
     assert run.inner > max(arrived.values()) and run.waited > 0.0
 
@@ -109,7 +109,8 @@ def test_stored_tiles_are_copied_out_of_the_slot() -> None:
 
 
 def test_pushing_warps_do_not_block_multiplying_warps() -> None:
-    """The Hopper kernel pushes beside its matmul; the Triton kernel's producers push first."""
+    """The Hopper kernel pushes concurrently with its matmul; the producers of the Triton kernel
+    push first."""
     problem = Problem(4, 256, 2560, 8192, 2, "bfloat16")
     hopper = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
     times = {}
@@ -168,7 +169,7 @@ def test_each_world_size_has_a_curve_and_larger_ones_extra_steps() -> None:
         )
         for n in (2, 4, 8)
     ]
-    # 2 us for each of four steps more
+    # 2 us for each of four more steps
     assert times == pytest.approx([1e-5, 1.4e-5, 2.2e-5], rel=1e-3)
     # before its three steps
     assert protocol_of(c, "all_gather", 1e6, 4).latency == pytest.approx(COSTS.c.nccl_eager + 8e-6)

@@ -1,4 +1,4 @@
-"""Fused expert operators in the simulator: routing on average, tiles of the schedules, links and
+"""Fused expert operators in the simulator: expected routing, tiles of the schedules, links and
 memory as limits."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def combine(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
 
 @pytest.mark.parametrize(("tokens", "draws"), [(1, 600), (8, 300), (64, 60)])
 def test_expected_routing_matches_drawn_routing(tokens: int, draws: int) -> None:
-    """Against drawn batches: rows of the busiest rank, experts that are hit, tokens that a rank is
-    sent."""
+    """Compare with drawn batches: rows of the busiest rank, experts that are hit, tokens sent to a
+    rank."""
     p, drawn = dispatch_of(tokens), random.Random(7)
     busiest, hit, reached = [], [], []
     for _ in range(draws):
@@ -78,7 +78,7 @@ def test_expected_routing_matches_drawn_routing(tokens: int, draws: int) -> None
 def test_rows_are_distributed_over_experts_that_are_hit() -> None:
     offsets = Routing(dispatch_of(1)).offsets()
     assert all(a < b for a, b in pairwise(offsets)) and len(offsets) - 1 <= 32
-    assert Routing(dispatch_of(4096), 1.5).rows() == 49152  # skew over what chance brings
+    assert Routing(dispatch_of(4096), 1.5).rows() == 49152  # skew in addition to chance
 
 
 @pytest.mark.parametrize("run", [dispatch, combine])
@@ -150,7 +150,7 @@ def test_experts_on_one_rank_send_nothing() -> None:
 
 
 def test_attention_width_follows_its_heads() -> None:
-    """Qwen3's heads have 128 columns each, twice hidden / heads."""
+    """The heads of Qwen3 have 128 columns each, twice hidden / heads."""
     qwen, mixtral = known_experts("qwen3-235b"), known_experts("mixtral-8x7b")
     assert (qwen.attended, qwen.qkv) == (64 * 128, (64 + 2 * 4) * 128)
     assert (mixtral.attended, mixtral.qkv) == (4096, (32 + 2 * 8) * 128)
@@ -185,7 +185,7 @@ def test_lookup_time_is_bound_by_memory_links_or_elements() -> None:
         costs.own_lookup(bags, bags * 32, row), rel=0.03
     )
     half, whole = (costs.lookup(bags, bags * 8, 128.0 * itemsize, itemsize) for itemsize in (2, 4))
-    assert half > 0.8 * whole  # as many elements
+    assert half > 0.8 * whole  # the number of elements is the same
     assert ops.embedding_all_to_all(
         Group(4), bags, 8, row, itemsize=4
     ).fused == ops.fused_embedding(4, bags, 8, row)

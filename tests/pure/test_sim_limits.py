@@ -1,4 +1,4 @@
-"""What the library does not run is not predicted, and what cannot exist is refused."""
+"""What tileweave does not run is not predicted, and impossible inputs are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tileweave.sim.workload import Scenario, read_scenario, scenario_of, simulat
 SIXTEEN = make_cluster("h200", gpus_per_node=16)
 
 
-# --- Groups that the library runs unfused ---
+# --- Groups that tileweave runs unfused ---
 
 
 def operators(world: int, experts: int) -> dict[str, OpTime]:
@@ -86,42 +86,52 @@ def test_serving_is_limited_to_one_node() -> None:
     ]
 
 
-# --- What cannot exist ---
+# --- Impossible inputs ---
 
-# What a file says: (its text, what the message must name)
+# A file: (its text, what the message must name)
 OWN = {
     "bridge without a rate": (
-        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: {flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
+        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: "
+        "{flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
         "link_rate: 1e11, inside: bridge, gpus_per_node: 2, source: x}\n",
         ("line 4", "field cluster.device", "bridge_rate"),
     ),
     "rate without a bridge": (
-        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: {flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
+        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: "
+        "{flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
         "link_rate: 1e11, inside: switch, bridge_rate: 1e11, gpus_per_node: 2, source: x}\n",
         ("line 4", "field cluster.device", "bridge_rate"),
     ),
     "heads": (
-        "workload: serve\nmodel: {layers: 1, hidden: 100, ffn: 64, heads: 64, kv_heads: 8, vocab: 32000}\ntp: 1\n",
+        "workload: serve\nmodel: "
+        "{layers: 1, hidden: 100, ffn: 64, heads: 64, kv_heads: 8, vocab: 32000}\ntp: 1\n",
         ("line 2", "field model", "hidden 100", "64 heads"),
     ),
     "kv heads": (
-        "workload: serve\nmodel: {layers: 10, hidden: 4096, ffn: 1024, heads: 64, kv_heads: 100, vocab: 3}\ntp: 8\n",
+        "workload: serve\nmodel: "
+        "{layers: 10, hidden: 4096, ffn: 1024, heads: 64, kv_heads: 100, vocab: 3}\ntp: 8\n",
         ("line 2", "kv_heads 100", "64 heads"),
     ),
     "experts' heads": (
-        "workload: moe\nmodel: {layers: 1, hidden: 2, ffn: 1, experts: 1, top_k: 1, heads: 3, kv_heads: 1}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 2, ffn: 1, experts: 1, top_k: 1, heads: 3, kv_heads: 1}\n",
         ("line 2", "hidden 2", "head_dim"),
     ),
     "experts' kv heads": (
-        "workload: moe\nmodel: {layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 2, heads: 3, kv_heads: 7, head_dim: 16}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 2, heads: 3, kv_heads: 7, "
+        "head_dim: 16}\n",
         ("line 2", "kv_heads 7", "3 heads"),
     ),
     "top_k": (
-        "workload: moe\nmodel: {layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 64, heads: 4, kv_heads: 4}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 64, heads: 4, kv_heads: 4}\n",
         ("line 2", "top_k 64", "4 experts"),
     ),
     "bottom": (
-        "workload: dlrm\nmodel: {tables: 3, rows: 9, dim: 8, pooling: 2, batch_per_gpu: 1, dense: 1, bottom: [], top: [1]}\n",
+        "workload: dlrm\nmodel: "
+        "{tables: 3, rows: 9, dim: 8, pooling: 2, batch_per_gpu: 1, dense: 1, bottom: [], "
+        "top: [1]}\n",
         ("line 2", "bottom"),
     ),
     "a control character": (

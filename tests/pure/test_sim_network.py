@@ -1,5 +1,5 @@
-"""The simulator's links and collectives: shares, symmetry against an explicit simulation, closed
-forms."""
+"""Links and collectives of the simulator: bandwidth allocation, symmetry against an explicit
+simulation, closed forms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def timed(
 
 
 def explicit(capacities: dict[str, float], flows: list[tuple[float, list[str]]]) -> float:
-    """Every flow by itself over named links."""
+    """Simulate every flow by itself over named links."""
     env = simpy.Environment()
     env.run(
         Links(env, capacities).send(
@@ -82,7 +82,7 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link(
     share(flows, capacities)
     used = {link: sum(f.rate for f in flows if link in f.loads) for link in capacities}
     assert all(used[link] <= capacities[link] * (1 + 1e-9) for link in capacities)
-    for flow in flows:  # max-min: it cannot grow without taking from one that has no more than it
+    for flow in flows:  # max-min: it can grow only by taking from a flow that has no more
         full = [link for link in flow.loads if used[link] >= capacities[link] * (1 - 1e-9)]
         assert any(
             flow.rate >= max(f.rate for f in flows if link in f.loads) * (1 - 1e-9) for link in full
@@ -100,7 +100,7 @@ def test_finished_flow_frees_its_bandwidth() -> None:
 
 
 def test_late_flows_end_too() -> None:
-    """Where the clock is coarser than what a flow has left, it must end all the same."""
+    """A flow ends even if the rest of its time is below the resolution of the clock."""
     env = simpy.Environment(initial_time=1e6)
     links = Links(env, {"a": 3e9, "b": 7e9})
     flows = [
@@ -123,7 +123,7 @@ def test_one_rank_represents_all_of_a_switch() -> None:
 
 @pytest.mark.parametrize("dims", [(4, 3), (5,), (2, 4), (3, 3, 2)])
 def test_one_rank_represents_all_of_a_torus(dims: tuple[int, ...]) -> None:
-    """Every flow of every rank, routed hop by hop, takes as long as the folded model says."""
+    """Every flow of every rank, routed hop by hop, takes as long as in the folded model."""
     nodes = math.prod(dims)
     cluster = make_cluster("h200", network("torus", dims=dims), nodes, 1)
     places = list(product(*map(range, dims)))
@@ -181,7 +181,7 @@ def test_a_message_takes_the_links_between_its_ranks() -> None:
     tree = view(make_cluster("h200", network("fat_tree", leaf=2, oversubscription=4.0), 8), 1.0)
     assert message(tree, 1.0, 0, 3, 7.0).loads == {"up": 1.0, "down": 1.0}
     assert message(tree, 1.0, 0, 8, 7.0).loads == {"nic_out": 1.0, "nic_in": 1.0}  # in its leaf
-    # of the two nodes of a leaf one sends out of it
+    # one of the two nodes of a leaf sends out of it
     crossing = message(tree, 1.0, 8, 16, 7.0).loads
     assert crossing == {"nic_out": 1.0, "nic_in": 1.0, "leaf_up": 8.0, "leaf_down": 8.0}
     assert message(tree, 1.0, 0, 32, 7.0).loads["leaf_up"] == 16.0
@@ -237,8 +237,8 @@ def test_collectives_inside_a_node_have_their_closed_forms(size: int) -> None:
 def test_ring_across_nodes_uses_the_nic_more_than_a_hierarchy() -> None:
     cluster = make_cluster("h200", network("fat_tree"), 4, 8)
     ring = timed("all_reduce", 1e9, Group(8, 4), cluster, "ring")
-    # of 8 ranks one sends to the next node: its NIC carries the whole ring's flow, but the model
-    # spreads it over the 8 NICs
+    # one of 8 ranks sends to the next node: its NIC carries the flow of the whole ring, but the
+    # model spreads it over the 8 NICs
     assert ring == pytest.approx(2 * 1e9 * 31 / 32 / min(8 * 50e9, 450e9 * 8 / 7))
     hierarchical = timed("all_reduce", 1e9, Group(8, 4), cluster, "hierarchical")
     inside, between = 2 * 1e9 * 7 / 8 / 450e9, 2 * (1e9 / 8) * 3 / 4 / 50e9
@@ -280,8 +280,8 @@ def test_groups_that_do_not_fit_are_refused() -> None:
 
 
 def test_symmetric_all_to_all_cost_is_per_class() -> None:
-    """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the
-    sum of its sides."""
+    """Symmetry: one class of flows on a switch for any number of ranks; on a torus about the sum of
+    its sides."""
     counts = []
     for nodes in (64, 1024):
         switch = make_cluster("h200", network("fat_tree"), nodes, 1)

@@ -1,5 +1,5 @@
-"""Traces that are replayed, and networks that are read: groups and messages where ranks stand,
-dependences kept, or refused."""
+"""Replayed traces and network files: groups and messages by placement of ranks, dependences that
+are kept or refused."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_messages_between_nodes_take_the_network(tmp_path: Path) -> None:
 
 
 def test_messages_in_both_directions_do_not_deadlock(tmp_path: Path) -> None:
-    """Listed first is what is received; what it is answered to comes later in the file."""
+    """Receives are listed first; the sends that they answer come later in the file."""
     one = [sent(0, RECV, 1, 0, []), comp(1, [0]), comp(2, []), sent(3, SEND, 0, 1, [2])]
     other = [sent(0, RECV, 0, 1, []), comp(1, [0]), sent(2, SEND, 1, 0, [1])]
     found = replayed(tmp_path, one, other)
@@ -180,11 +180,11 @@ def test_dependences_through_unmodelled_nodes_are_kept(tmp_path: Path) -> None:
             replayed(tmp_path, nodes)
 
 
-# --- What ASTRA-sim reads ---
+# --- Export to ASTRA-sim ---
 
 
 def test_exported_groups_are_numbered_and_gathers_sized_per_rank(tmp_path: Path) -> None:
-    """std::stoi reads names of groups, and its CommunicatorGroup wants them over 0."""
+    """std::stoi parses names of groups, and CommunicatorGroup needs numbers above 0."""
     work = training.by_name("llama2-70b", tp=2, global_batch=2, seq=512)
     found = simulate(
         Scenario(
@@ -248,21 +248,24 @@ def test_oversubscription_applies_to_uplinks_only(topology: str, leaf: int, thin
     assert rates[1] == pytest.approx(45e9 / thin / 2**30, rel=1e-3)
 
 
-# --- What is read from ASTRA-sim ---
+# --- Import from ASTRA-sim ---
 
 
 def read(
     folder: Path, topology: str, counts: str, rates: str, latencies: str, device: str = "h200"
 ) -> Cluster:
-    text = f"topology: [ {topology} ]\nnpus_count: [ {counts} ]\nbandwidth: [ {rates} ]\nlatency: [ {latencies} ]\n"
+    text = (
+        f"topology: [ {topology} ]\nnpus_count: [ {counts} ]\nbandwidth: [ {rates} ]\nlatency: "
+        f"[ {latencies} ]\n"
+    )
     (folder / "n.yml").write_text(text, "utf-8")
     made = make_cluster(device)
     return astra.read_network(folder / "n.yml", made.device, Costs(made.device))
 
 
 def test_network_rates_are_read_from_the_file(tmp_path: Path) -> None:
-    """A large all-to-all inside the node goes at the file's rate; a mesh has a link of that rate to
-    each peer."""
+    """A large all-to-all within the node runs at the rate of the file. A mesh has a link of that
+    rate to each peer."""
     for kind, links in (("Switch", 1), ("FullyConnected", 3)):
         found = read(tmp_path, kind, "4", "50", "500")
         assert (found.gpus_per_node, found.nodes) == (4, 1)

@@ -1,5 +1,5 @@
-"""Steps, tiles and exports: what is simulated adds up, uses the kernels' own maps, and comes back
-from its traces."""
+"""Steps, tiles and exports: times add up, the maps are those of the kernels, and traces can be read
+back."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_slower_links_and_fewer_programs_cost_time() -> None:
             memory_rate=FOUR.device.memory_rate / 2,
         ),
     )
-    # many waves: of 2048 rows whole tiles fill three or five
+    # many waves: 2048 rows fill three or five with whole tiles
     assert fused(few, 8192) > 1.6 * fused(FOUR, 8192)
 
 
@@ -150,8 +150,8 @@ def test_copy_engines_copy_chunks_in_the_kernels_order(slices: int) -> None:
     ],
 )
 def test_tile_reads_one_source_after_the_other(combine: Any, m: int, takes: int) -> None:
-    """Two pieces a tile, one tile a program. The sum takes all sources at once; a result comes from
-    each owner of its rows."""
+    """Two pieces per tile, one tile per program. The sum reads all sources concurrently; the owner
+    of its rows sends each result."""
     schedule = scattered(m, 1024, 2048)
     assert schedule.num_tiles <= schedule.num_programs and schedule.tile_n == 128
 
@@ -183,7 +183,7 @@ def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
 )
 def test_scatter_time_is_bound_by_links_or_matmul(combine: Any, copies: int) -> None:
     schedule = scattered(4096, 4096, 1024)
-    # as if it cost programs nothing
+    # as if it needed no programs
     costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))
 
     def seconds(factor: float) -> float:
@@ -246,8 +246,8 @@ def test_pipeline_order_1f1b(stages: int, micro: int) -> None:
 
 
 def test_pipeline_bubble_of_1f1b() -> None:
-    """Idle over busy is (stages - 1) / micro-batches (arXiv 2104.04473), messages and ends of the
-    model aside."""
+    """Idle time over busy time is (stages - 1) / micro-batches (arXiv 2104.04473), apart from
+    messages and the ends of the model."""
     work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=16, overlap_gradients=True)
     found = simulate(Scenario("train", work, make_cluster("h200", nodes=4)), "unfused")
     assert found.phases()["idle"] / found.seconds == pytest.approx(3 / (16 + 3), rel=0.25)
@@ -273,8 +273,8 @@ def scenarios() -> dict[str, Scenario]:
 
 
 def test_split_tables_keep_all_their_work() -> None:
-    """26 tables: on 24 ranks the busiest has two, on 32 two halves; the work of all ranks is never
-    less than the tables'."""
+    """26 tables: on 24 ranks the busiest one has two, on 32 two halves. The work of all ranks is
+    never less than that of the tables."""
     work, seconds = dlrm.by_name("dlrm-v2"), {}
     for nodes in (3, 4, 5, 7, 16):
         cluster = make_cluster("h200", nodes=nodes)
@@ -362,7 +362,7 @@ def test_large_clusters_are_simulated_quickly() -> None:
 
 
 def test_symmetric_work_does_not_grow_with_ranks() -> None:
-    """Data parallel peers are replicas: eight times the ranks, the same tasks."""
+    """Data-parallel peers are replicas: eight times as many ranks, the same tasks."""
     counts = []
     for nodes in (8, 64):
         work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=2 * nodes)
@@ -380,7 +380,7 @@ def test_symmetric_work_does_not_grow_with_ranks() -> None:
 
 
 def bare_fields(data: bytes) -> list[tuple[int, Any]]:
-    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares nothing
+    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares no code
     with the writer."""
     found, at = [], 0
 

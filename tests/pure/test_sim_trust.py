@@ -1,5 +1,5 @@
-"""Trust: the bars that the shipped calibration must hold on measured cells, and that fitting never
-sees what is held out."""
+"""Accuracy of the packaged calibration on measured cells, and fitting without the held-out
+cells."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 TIMES = packaged_cells("h200")
 CELLS, UNSTEADY = settle(TIMES)
-RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
-UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
+RECORDED_OVER = 0  # held-out cells with errors above 20 %, as listed in docs/simulator.md
+UNMODELLED = {  # as stated in docs/simulator.md: these were measured with older kernels
     (op, "prototype")
     for op in (
         "matmul_reduce_scatter",
@@ -39,8 +39,9 @@ UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels
 
 
 def test_shipped_calibration_meets_its_accuracy_limits() -> None:
-    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind; at most 20 % in
-    each cell: how many have more is recorded here and in docs/simulator.md."""
+    """The geometric mean of held-out errors is at most 8 %, of all cells and of each kind. The
+    limit per cell is 20 %: the number of cells above it is recorded here and in
+    docs/simulator.md."""
     judged, unknown = judge(CELLS)
     assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), (
         "a measured cell that no model covers"
@@ -64,8 +65,8 @@ def test_shipped_calibration_meets_its_accuracy_limits() -> None:
 
 
 def test_another_device_is_predicted_from_its_data_sheet() -> None:
-    """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as
-    docs/simulator.md has them."""
+    """Two H100, which no fit has seen, predicted by the fractions of peak of the H200; figures as
+    in docs/simulator.md."""
     cells, _ = settle(packaged_cells("h100"))
     judged, unknown = judge(cells, device="h100")
     whole = [one for one in judged if one.side in ("fit", "held out")]
@@ -83,7 +84,7 @@ def test_another_device_is_predicted_from_its_data_sheet() -> None:
 
 @pytest.mark.parametrize("device", devices())
 def test_packaged_cells_are_those_of_the_results(device: str) -> None:
-    """Of the results that are still kept as files."""
+    """Only of results that are still kept as files."""
     packaged: dict[str, list[Cell]] = {}
     for cell in packaged_cells(device):
         packaged.setdefault(cell.source, []).append(cell)
@@ -169,14 +170,14 @@ def test_repeated_runs_count_once_by_their_median() -> None:
 
 
 def test_unsteady_times_are_left_out_by_their_repeats() -> None:
-    """Whatever the time is, and on whichever side the cell is."""
+    """Independent of the time and of the side of the cell."""
     for held_out in (True, False):
         cell = next(
             cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused"
         )
         late = replace(cell, repeats=(1.0, 1.0, 1.0, 1.2, 1.2))
         assert settle([late]) == ([], [late]) and settle([replace(late, seconds=9.0)])[0] == []
-        # one that is late is what a median is for
+        # a median is robust against one late run
         once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))
         assert len(settle([once])[0]) == 1
     assert UNSTEADY and all(unsteadiness(cell) > STEADY for cell in UNSTEADY)
@@ -196,8 +197,8 @@ def test_held_out_cells_are_not_fitted() -> None:
 
 
 def test_fit_does_not_depend_on_held_out_cells() -> None:
-    """The same coefficients when every held-out time is wrong tenfold; others when a fitted one
-    is."""
+    """The coefficients are equal when every held-out time is wrong by ten, and differ when a fitted
+    one is."""
     some = [
         cell
         for cell in CELLS
@@ -251,7 +252,7 @@ def test_cells_are_extended_by_any_bench_result(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8"
     )
-    # what fell back is no measurement of a fused kernel
+    # a fallback is no measurement of a fused kernel
     assert [c.quantity for c in read_cells([path])] == ["compute"]
     path.write_text("{", "utf-8")
     with pytest.raises(InputError, match="line 1"):
@@ -262,7 +263,7 @@ def test_cells_are_extended_by_any_bench_result(tmp_path: Path) -> None:
 
 
 def test_components_name_the_measured_kernel(tmp_path: Path) -> None:
-    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where
+    """A kernel that bypasses the planner is predicted as before. Repeated matmuls are slower, where
     it multiplies."""
     config = {
         "kernel": "hopper",
@@ -314,8 +315,8 @@ def test_unaligned_shapes_are_not_claimed() -> None:
 
 
 def test_published_trends() -> None:
-    """With more rows more hides; a worse link leaves more to hide; decode on eight H800 gains
-    nothing like prefill."""
+    """More rows hide more communication, and a slower link leaves more to hide. Decode on eight
+    H800 gains far less than prefill."""
     found = {row.what: row for row in published()}
     assert found["h800, m 1024 to 8192"].ours_mean > found["h800, m 64 to 512"].ours_mean
     assert found["a100, m 1024 to 8192"].ours_high > 0.3
@@ -383,7 +384,7 @@ def test_the_command_names_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("workload: serve\nmodel: llama3-70b\nbatch: many\n", "utf-8")
     done = CliRunner().invoke(app, ["run", str(path)])
-    assert isinstance(done.exception, InputError)  # which the entry point prints as one line
+    assert isinstance(done.exception, InputError)  # the entry point prints these in one line
     assert "bad.yaml, line 3, field batch: asked: 'many'; allowed: a whole number from 1" in str(
         done.exception
     )

@@ -1,6 +1,5 @@
-"""``tests/support/tolerances.py`` lets nothing pass that ``torch.testing.assert_close`` does not,
-and refuses nothing that it does; in norms, nothing passes that is farther off than it may be.
-"""
+"""``tests/support/tolerances.py`` accepts what ``torch.testing.assert_close`` accepts, and nothing
+else. Norms accept nothing above their tolerance."""
 
 from __future__ import annotations
 

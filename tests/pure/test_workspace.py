@@ -1,5 +1,4 @@
-"""Workspaces over a transport that only notes what is asked of it: growth, capture, time-outs,
-close."""
+"""Workspaces over a transport that records calls: growth, capture, timeouts, close."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ OP = "all_gather_matmul"
 
 
 class NotingTransport:
-    """One rank of ``world_size`` whose peers are never there; ``events`` is what it was asked to
-    do, in order."""
+    """One rank of ``world_size`` whose peers are absent. ``events`` are the calls it got, in
+    order."""
 
     def __init__(self, world_size: int = 4, rank: int = 1) -> None:
         self.device, self.machine = torch.device("cpu"), CPU
@@ -98,7 +97,7 @@ def instance(transport: NotingTransport) -> Instance:
 
 
 def time_out(instance: Instance, signal: int, unit: int = 5) -> None:
-    """What a device leaves behind when a wait ran out of time."""
+    """What a device leaves behind when a wait times out."""
     instance.report[REPORT_SIGNAL], instance.report[REPORT_UNIT] = signal, unit
     instance.report[REPORT_EXPECTED], instance.report[REPORT_SEEN] = 9, 8
     instance.report[REPORT_SET] = 1
@@ -165,7 +164,7 @@ def test_counters_are_zero_and_grow_alone(instance: Instance, transport: NotingT
 
 
 def test_endpoints_follow_growth_of_counters(instance: Instance) -> None:
-    """The pointers that a kernel gets are kept between calls: they must not be those of the small
+    """The pointers of a kernel are kept between calls: they must not be those of the small
     counters."""
     from tileweave.ops.core.registry import endpoint
 
@@ -185,7 +184,7 @@ def test_at_most_two_gathered_inputs(size: int) -> None:
             instance.reserve(schedule.slot_rows * depth * itemsize)
             gathered = size * rows * depth * itemsize
             signals = (instance.signals.numel() + instance.flags.numel()) * 4
-            limit = 2 * gathered + signals + 2 * 1023  # the last: slots are rounded up
+            limit = 2 * gathered + signals + 2 * 1023  # the last one: slots are rounded up
             assert instance.nbytes <= limit, f"{instance.nbytes} bytes for {gathered} gathered"
             assert signals < 8192
 
@@ -218,7 +217,7 @@ def test_a_first_call_under_capture_names_warmup(transport: NotingTransport) -> 
 
 
 def test_memory_of_a_captured_graph_is_kept(instance: Instance, transport: NotingTransport) -> None:
-    """A replay reads and writes where it was captured: growth must not give that memory away."""
+    """A replay reads and writes the memory of its capture, which growth must not free."""
     instance.reserve(1000, counters=4)
     transport.is_capturing = True
     instance.begin()
@@ -241,7 +240,8 @@ def test_memory_of_a_captured_graph_is_kept(instance: Instance, transport: Notin
 def test_memory_without_a_graph_is_freed(
     instance: Instance, transport: NotingTransport, monkeypatch
 ) -> None:
-    """Who captured once, and serves ever new sizes, holds what that graph needs and no more."""
+    """A rank that captured once, and serves ever new sizes, holds the memory of that graph and no
+    more."""
     monkeypatch.setattr(workspace, "MOST_KEPT", 4)
     instance.reserve(1000, counters=4)
     transport.is_capturing = True
