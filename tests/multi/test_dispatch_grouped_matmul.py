@@ -1,7 +1,7 @@
 """dispatch_grouped_matmul between GPUs: parity of both kernels, skew, late ranks, graphs,
 gradients, an absent peer.
 
-Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
+Kernels compile for each dtype and config, which is most of the time here, so there are few cases.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def test_many_calls_with_late_ranks(largest: World, cut: str) -> None:
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
-    """Two calls in a graph, replayed with other tokens and other ids, hence other sizes of
-    everything."""
+    """Two calls in a graph, replayed with other tokens and other ids, hence with other sizes."""
     case = replace(case, tokens=(case.max_tokens,))
     drawn = [experts.draw(case, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
     for o in drawn:

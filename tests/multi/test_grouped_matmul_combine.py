@@ -1,7 +1,7 @@
 """grouped_matmul_combine and nn.MoE between GPUs: both kernels, late ranks, graphs, gradients, an
 absent peer.
 
-Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
+Kernels compile for each dtype and config, which is most of the time here, so there are few cases.
 """
 
 from __future__ import annotations

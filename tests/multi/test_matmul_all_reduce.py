@@ -1,9 +1,9 @@
 """matmul_all_reduce between GPUs: the planned kernels, late ranks, graphs, two groups, an absent
 peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
-which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
-unless a test says otherwise.
+Each kernel compiles on each rank for each new config, world size, dtype and class of shape, which
+is most of the time here, so there are few variants. Kernels are those of the plan, unless a test
+says otherwise.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
 
 
 FULL = {"bias": True, "residual": True, "norm": True}
-# Rows, columns, K of a rank: decoding with one row and with many, then what goes in two steps, and
-# odd sizes.
+# Rows, columns, K per rank: decoding with one row and with many, then shapes of two steps, and odd
+# sizes.
 SHAPES = {
     "a_row": (1, 1024, 512),
     "sixteen": (16, 1024, 512),
@@ -133,7 +133,7 @@ def test_row_parallel_linear(largest: World) -> None:
     largest.run(behaviour.row_parallel_linear, case(64, 256, 128, bias=True), timeout=100)
 
 
-# --- A peer that never comes ---
+# --- An absent peer ---
 
 
 @fused
@@ -148,5 +148,5 @@ def test_a_peer_that_never_calls(rows: int) -> None:
 def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
     texts = largest.run(behaviour.mismatch_error, AR)
     assert len(set(texts)) == 1
-    if largest.size > 2:  # of two, either may be called the odd one
+    if largest.size > 2:  # of two ranks, either may be named as the odd one
         assert "rank 1" in texts[0]

@@ -1,8 +1,8 @@
 """matmul_all_to_all and all_to_all_matmul between GPUs: the planned kernels, late ranks, graphs,
 groups, an absent peer.
 
-Variants are few on purpose: most of the time here is compiling. ``test_all_to_all_matmul.py`` has
-what only that one has.
+There are few variants, since most of the time here is compilation. ``test_all_to_all_matmul.py``
+has tests of the second operator only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def case(
 
 @each_kernel
 def test_parity(largest: World, op: str, config: MatmulConfig) -> None:
-    """Odd rows, large parts, and columns that tiles do not divide; integers must come out exact."""
+    """Odd rows, large parts, and columns that tiles do not divide. Integers must be exact."""
     shapes = ((63, 320, 256), (1024, 640, 512), (1021, 200, 192))
     cases = [
         case(op, *shape, how=how, bias=True, integers=n != 1)
@@ -128,7 +128,7 @@ def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> Non
 
 @both
 def test_capture_without_warmup(largest: World, op: str) -> None:
-    # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
+    # fewer rows of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
     rows = {OUT: 16, IN: 528}[op]
     largest.run(gpu_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
 

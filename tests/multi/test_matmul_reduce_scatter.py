@@ -1,9 +1,9 @@
 """matmul_reduce_scatter between GPUs: the planned kernels, late ranks, graphs, two groups, an
 absent peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
-which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
-unless a test says otherwise.
+Each kernel compiles on each rank for each new config, world size, dtype and class of shape, which
+is most of the time here, so there are few variants. Kernels are those of the plan, unless a test
+says otherwise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tileweave.planning.problem import MatmulConfig, Problem
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-# Where the plan has no measured configuration yet it says so, and the public calls below run
-# unfused.
+# Where the plan has no measured config it says so, and the public calls below run unfused.
 PATH = plan_matmul_reduce_scatter(Problem(4, 520, 512, 256, 2, "float16"), H200, False).path
 fused = pytest.mark.skipif(
     not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there"
@@ -45,7 +44,7 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
     return Case(rows, cols, depth, dtype, op=RS, **more)
 
 
-# Rows of a shard, columns, K of a rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
+# Rows of a shard, columns, K per rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
 SHAPES = {
     "odd_rows": (63, 320, 256),
     "large": (1024, 1280, 1024),
@@ -149,7 +148,7 @@ def test_tensor_parallel_block() -> None:
     assert "WRONG" not in output
 
 
-# --- A peer that never comes ---
+# --- An absent peer ---
 
 
 @fused
@@ -165,7 +164,7 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 @on_hopper
 @pytest.mark.skipif(gpu_ranks() < 3, reason="with two, a peer is the one or nobody")
 def test_absent_rank_is_named_by_all() -> None:
-    """Copies of those who came are held back, too: no wait for one of them may run out first."""
+    """Copies of present ranks are delayed, too: no wait for one of them may time out first."""
     size = min(gpu_ranks(), 4)
     ends = one_shot(
         "nccl",
@@ -182,5 +181,5 @@ def test_absent_rank_is_named_by_all() -> None:
 def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
     texts = largest.run(behaviour.mismatch_error, RS)
     assert len(set(texts)) == 1
-    if largest.size > 2:  # of two, either may be called the odd one
+    if largest.size > 2:  # of two ranks, either may be named as the odd one
         assert "rank 1" in texts[0]

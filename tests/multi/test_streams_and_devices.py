@@ -1,5 +1,4 @@
-"""Streams of the caller's that could be anybody's, and tensors that are not on the current
-device."""
+"""Streams of the caller, and tensors that are not on the current device."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's x and w, and what the product of all rows must be: small integers."""
+    """x and w of this rank, and the expected product of all rows: small integers."""
     draw = torch.Generator().manual_seed(rows)
     xs = [torch.randint(-2, 3, (rows, 64), generator=draw).bfloat16() for _ in range(me.world_size)]
     w = torch.randint(-2, 3, (256, 64), generator=draw).bfloat16()
@@ -25,8 +24,8 @@ def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def on_urgent_streams(me: Member) -> list[bool]:
-    """torch hands out 32 streams of a priority in turns: copies on one of those would stand behind
-    the kernel that waits."""
+    """torch cycles through 32 streams of each priority: copies on one of those would be queued
+    after the kernel that waits for them."""
     x, w, want = whole(me, 2048)
     found = []
     for _ in range(40):
