@@ -113,14 +113,17 @@ sys.argv[1:] = ["--bench"]
 import dlrm_peers, moe_layer, tensor_parallel_block
 
 both = ("tileweave", "unfused")
-us = {name: {"median_us": 2.0 + (name in both)} for name in (*both, *(f"{one}, forward" for one in both), "matmuls")}
+names = (*both, *(f"{one}, forward" for one in both), "matmuls")
+us = {name: {"median_us": 2.0 + (name in both)} for name in names}
 ms = {name: dict.fromkeys(dlrm_peers.PHASES, 1.0) for name in ("fused", "unfused", "torch")}
 for wrong in (0.0, math.nan, 0.5):
     losses = {"plain": [3.0, 2.0], "fused": [3.0, 2.0 + wrong], "unfused": [3.0, 2.0]}
-    tensor_parallel_block.launch = lambda *_, **__: {name: {"us": 1.0, "difference": wrong} for name in ("tileweave", "other")}
+    block = {name: {"us": 1.0, "difference": wrong} for name in ("tileweave", "other")}
+    tensor_parallel_block.launch = lambda *_, **__: block
+    layer = {"case": "c", "times": us, "differences": {"y": 0.0, "x": wrong, "w": 0.0}}
     for right in (
         dlrm_peers.report({"ms": ms, "losses": losses}),
-        moe_layer.report([{"case": "c", "times": us, "differences": {"y": 0.0, "x": wrong, "w": 0.0}}], "float32"),
+        moe_layer.report([layer], "float32"),
         tensor_parallel_block.report({"tileweave": {"us": 1.0, "difference": wrong}}, "float32"),
         tensor_parallel_block.main() == 0,
     ):
@@ -183,7 +186,8 @@ for features, samples in ((7, 3), (18, 2)):
     x, pooled = (torch.randn(samples, n * 16, requires_grad=True) for n in (1, features - 1))
     want, got = example.interaction(x, pooled), example.Interaction.apply(x, pooled)
     gradient = torch.randn_like(want)
-    pairs = zip(torch.autograd.grad(want, (x, pooled), gradient), torch.autograd.grad(got, (x, pooled), gradient), strict=True)
+    gradients = (torch.autograd.grad(y, (x, pooled), gradient) for y in (want, got))
+    pairs = zip(*gradients, strict=True)
     print(max(float((a - b).detach().abs().max()) for a, b in ((want, got), *pairs)))
 """
 
@@ -204,7 +208,8 @@ for samples, width in ((37, 24), (5, 8)):
     z, bias, labels = torch.randn(samples, width), torch.randn(width), torch.rand(samples).round()
     last = torch.nn.Linear(width, 1)
     for function, words in (
-        (example.last_layer, (8 * z, bias, last, labels)), (example.relu_backward, (z, torch.relu(torch.randn(samples, width))))
+        (example.last_layer, (8 * z, bias, last, labels)),
+        (example.relu_backward, (z, torch.relu(torch.randn(samples, width)))),
     ):
         for want, got in zip(function(*words, False), function(*words, True), strict=True):
             assert want.shape == got.shape

@@ -53,9 +53,13 @@ def said(value: object) -> str:
     of a type."""
     if isinstance(value, tl.tensor):
         data = value.handle.data
-        return f"{value.type} of {value.handle.dtype}, shape {value.shape}, {value.numel}: {data.dtype} {data.tolist()}"
+        return (
+            f"{value.type} of {value.handle.dtype}, shape {value.shape}, {value.numel}: "
+            f"{data.dtype} {data.tolist()}"
+        )
     if isinstance(value, tl.block_type):
-        return f"{ {name: (type(member), str(member)) for name, member in sorted(vars(value).items())} }"
+        members = sorted(vars(value).items())
+        return f"{ {name: (type(member), str(member)) for name, member in members} }"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} {[said(part) for part in value]}"
     if isinstance(value, np.ndarray):
@@ -356,7 +360,10 @@ def run(patched: bool) -> dict[str, object]:
 def both() -> list[dict]:
     found = []
     for patched in (True, False):
-        code = f"import json; from tests.cpu.test_interpreter_speedups import run; print(json.dumps(run({patched})))"
+        code = (
+            "import json; from tests.cpu.test_interpreter_speedups import run; "
+            f"print(json.dumps(run({patched})))"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=environment_for("gloo", {}),
