@@ -395,7 +395,7 @@ def _store_before_signal(protocol: _Protocol, open_groups: int) -> Iterator[Viol
         "stored": "no barrier between the store at line {} and",
         "drained": "no barrier between the drain of the bulk store at line {} and",
         "bulk": "the bulk store at line {} is not drained by a full wait_group before",
-        "late": "the fence before this signal was not behind a barrier for the store at line {}:",
+        "late": "the fence before this signal does not follow a barrier for the store at line {}:",
     }
     for ins, facts in protocol.signals():
         for fact in facts if not protocol.is_report(ins) else ():

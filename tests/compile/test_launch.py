@@ -179,7 +179,7 @@ def test_a_launch_writes_what_changed(notes: SimpleNamespace) -> None:
     kind = (meta["swizzle"], meta["elem_size"], meta["elem_type"])
     assert notes.maps[-1][1] == (*kind, meta["block_size"], [64, 32], [32, 1], 1), "padded with NaN"
     first = seen["desc"]
-    assert first == id(found._maps[0]._made[-1]) + 128, "behind the header"
+    assert first == id(found._maps[0]._made[-1]) + 128, "after the header"
     found((4096, 10), (16384,))
     assert parameters(found, at)["count"] == 10 and parameters(found, at)["desc"] != first
     assert notes.launches[-1][0].stream == STREAM + 1, "the current one"

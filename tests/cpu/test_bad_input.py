@@ -202,8 +202,8 @@ def still_usable(me: Member) -> None:
     single rank."""
     for name in ("k_differs", "out_is_strided", "float64"):
         ask(me, name)
-    behind = prepare(CASE, me.rank, me.world_size, me.device, 1)
-    behind.verify("after errors", tw.all_gather_matmul(behind.x, behind.w, behind.bias))
+    later = prepare(CASE, me.rank, me.world_size, me.device, 1)
+    later.verify("after errors", tw.all_gather_matmul(later.x, later.w, later.bias))
 
 
 def test_calls_work_after_errors(world: World) -> None:
@@ -280,7 +280,7 @@ def refuse_together(me: Member, op: str) -> dict[str, str]:
             me.barrier()
         assert not refusal(
             getattr(tw, op), torch.ones(M, K), torch.ones(N, K), **WAYS.get(op, {})
-        ), "behind all of them"
+        ), "after all of them"
     return said
 
 
@@ -418,7 +418,9 @@ def test_killed_rank(event: str, config: MatmulConfig) -> None:
     for rank in (0, 2):
         assert ends[rank].exit_code == 0, ends[rank].answer
         assert ends[rank].value is not None, f"rank {rank} never noticed"
-    assert "1" in (ends[0].value, ends[2].value), "who waits for the dead rank first names it"
+    assert "1" in (ends[0].value, ends[2].value), (
+        "the first rank that waits for the dead one names it"
+    )
 
 
 # --- Leftovers ---

@@ -81,7 +81,7 @@ def test_torch_fused_matmul_has_the_option() -> None:
 # --- Experts by an all-gather and a reduce-scatter ---
 
 
-def undefined_behind(
+def undefined_after_the_last_expert(
     rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
     """A grouped matmul whose rows after the last expert are NaN: on a GPU they are
@@ -101,7 +101,7 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
     )
     assert list(made.functions) == [experts.GATHERED] and group is not None
     found = []
-    with mock.patch.object(reference, "grouped_matmul", undefined_behind):
+    with mock.patch.object(reference, "grouped_matmul", undefined_after_the_last_expert):
         for _ in made.sets:
             got = made.gathered()
             r = made.sets[made.turn]

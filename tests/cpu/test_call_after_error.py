@@ -36,7 +36,7 @@ def error_of_gradient(me: Member, seed: int) -> float:
     return float((w.grad - c.t() @ xs.view(8, 16)).norm() / w.grad.norm())
 
 
-def gradients_behind_an_error(me: Member) -> list[float]:
+def gradients_after_an_error(me: Member) -> list[float]:
     """Memory runs out between sending and waiting of a gather. Then copies of a peer are late."""
     before = error_of_gradient(me, 1)
     out_of_memory = mock.patch.object(
@@ -55,10 +55,10 @@ def gradients_behind_an_error(me: Member) -> list[float]:
 
 
 def test_gather_left_by_an_error_is_waited_for(world) -> None:
-    assert max(max(errors) for errors in world.run(gradients_behind_an_error)) < 1e-5
+    assert max(max(errors) for errors in world.run(gradients_after_an_error)) < 1e-5
 
 
-def calls_behind_growth_that_failed(me: Member) -> list[str]:
+def calls_after_failed_growth(me: Member) -> list[str]:
     w, found = torch.ones(8, 16), []
     tw.close()
 
@@ -82,10 +82,10 @@ def calls_behind_growth_that_failed(me: Member) -> list[str]:
 def test_smaller_calls_work_after_failed_growth(world) -> None:
     """As the error says: for sums of ones, 2 R rows x 8 columns x 16."""
     wanted = ["1024.0", "UnsupportedError", "1024.0", "10240.0"]
-    assert world.run(calls_behind_growth_that_failed) == [wanted] * 2
+    assert world.run(calls_after_failed_growth) == [wanted] * 2
 
 
-def training_behind_inference(me: Member) -> float:
+def training_after_inference(me: Member) -> float:
     layer = tw.nn.ColumnParallelLinear(16, 8)
     tw.close()
     with torch.inference_mode():
@@ -96,7 +96,7 @@ def training_behind_inference(me: Member) -> float:
 
 
 def test_memory_grows_after_inference_mode(world) -> None:
-    assert world.run(training_behind_inference) == [80.0] * 2
+    assert world.run(training_after_inference) == [80.0] * 2
 
 
 def frozen_bags(me: Member) -> list[object]:

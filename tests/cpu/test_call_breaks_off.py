@@ -65,7 +65,7 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
             patches.enter_context(
                 mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError)
             )
-        elif where == "no memory behind begin":
+        elif where == "no memory after begin":
             patches.enter_context(
                 mock.patch.object(CpuTransport, "order", side_effect=torch.OutOfMemoryError)
             )
@@ -81,7 +81,7 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
 
 
 REFUSES = {"refused": "_as_called", "refused in the operator": "accept"}
-WHERE = ("no memory for the result", "no memory behind begin", "interrupted", *REFUSES)
+WHERE = ("no memory for the result", "no memory after begin", "interrupted", *REFUSES)
 
 
 def within_a_second(me: Member, body: Callable[..., list[str]], *arguments: object) -> list[str]:

@@ -221,7 +221,7 @@ def fails_in_allocation(me: Member, call: Attempt) -> tuple[str, float]:
     return fails_in(me, call, "allocate")
 
 
-def fails_behind_mapping(me: Member, call: Attempt) -> tuple[str, float]:
+def fails_after_mapping(me: Member, call: Attempt) -> tuple[str, float]:
     return fails_in(me, call, "_table")
 
 
@@ -236,7 +236,7 @@ def fails_to_launch(me: Member, call: Attempt) -> tuple[str, float]:
 FAILURES = (
     fails_in_barrier,
     fails_in_allocation,
-    fails_behind_mapping,
+    fails_after_mapping,
     fails_to_compile,
     fails_to_launch,
 )

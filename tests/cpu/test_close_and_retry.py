@@ -133,7 +133,7 @@ def check_late(interpreted: bool) -> list[list[str]]:
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     said = [end.value for end in ends]
     assert said[VICTIM] == ["TileweaveError: planted", ""], (
-        "who comes late goes on to where its peers are"
+        "a late rank goes on to where its peers are"
     )
     return [said[rank] for rank in range(3) if rank != VICTIM]
 

@@ -65,7 +65,7 @@ def test_a_failing_rank_fails_the_world(body, said: str) -> None:
         launch(body, world_size=2, device_type="cpu", seconds=60)
 
 
-def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
+def check_with_a_wrong_rank(me: Member, wrong_rank: int) -> list[object]:
     from tileweave.bench.subjects import SUBJECTS
     from tileweave.commands.check import check
 
@@ -75,7 +75,7 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
     def lie(self, *args, **named):
         result = call(self, *args, **named)
         made[0] += 1
-        if me.rank == liar and made[0] == 5:
+        if me.rank == wrong_rank and made[0] == 5:
             result[0].view(-1)[-1] += 1000
         return result
 
@@ -89,7 +89,7 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
 def test_check_reports_a_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from tileweave.commands import app as cli
 
-    rows = launch(check_with_one_that_lies, 1, world_size=2, device_type="cpu", seconds=60)
+    rows = launch(check_with_a_wrong_rank, 1, world_size=2, device_type="cpu", seconds=60)
     assert [row.right for row in rows] == [False, True, True]
     monkeypatch.setattr(cli, "launch", lambda *_, **__: rows)
     assert invoke("check", "--world", "2", "--device", "cpu", code=1).count("WRONG") == 1

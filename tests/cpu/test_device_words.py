@@ -126,7 +126,7 @@ def meetings(me: Member) -> None:
         began = time.monotonic()
         meet_kernel[(1,)](*where, WORLD_SIZE=me.world_size)
         waited = time.monotonic() - began
-        assert me.rank == call % me.world_size or waited > 0.05, "the others wait for who is late"
+        assert me.rank == call % me.world_size or waited > 0.05, "the others wait for the late rank"
     words = instance.signals[MAX_SLICES * me.world_size :][: me.world_size]
     assert words.tolist() == [3] * me.world_size
     me.barrier()
@@ -255,7 +255,7 @@ def the_last_program_advances_the_epoch(me: Member) -> None:
         assert int(instance.control[LEAVERS]) == 0
 
 
-def who_leaves_last_knows_of_a_fault(me: Member) -> None:
+def last_program_sees_a_fault(me: Member) -> None:
     """Also if it has read FAULT before that was set: the count of programs that have left says
     so."""
     instance, table = one_rank(me), torch.zeros(2, dtype=torch.int64)
@@ -271,7 +271,7 @@ def who_leaves_last_knows_of_a_fault(me: Member) -> None:
 
 
 def test_last_program_sees_a_fault(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(who_leaves_last_knows_of_a_fault)
+    worlds("gloo", 1).run(last_program_sees_a_fault)
 
 
 def test_the_last_program_advances_the_epoch(worlds: Worlds) -> None:

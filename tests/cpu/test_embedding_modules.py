@@ -63,7 +63,7 @@ def test_equal_seeds_give_different_tables_per_rank(worlds: Worlds) -> None:
     one = dict(worlds("gloo", 1).run(started)[0])
     assert len(two) == len(one) == 4
     for table, weight in two.items():
-        assert weight == one[table], "whoever owns it"
+        assert weight == one[table], "on whichever rank"
         assert all(weight != other for number, other in two.items() if number != table)
 
 
@@ -326,7 +326,7 @@ def test_default_device_does_not_move_host_numbers() -> None:
     assert {t.device.type for t in (where.mine, where.owners, offsets, told)} == {"cpu"}
 
 
-def used_behind_fake_tensors(me: Member) -> None:
+def used_after_fake_tensors(me: Member) -> None:
     """The first call is on tensors without data. Whatever becomes of it, later calls work."""
     _on_device.cache_clear()
     _layout.cache_clear()
@@ -339,7 +339,7 @@ def used_behind_fake_tensors(me: Member) -> None:
 
 
 def test_fake_tensors_are_not_kept(world) -> None:
-    on_both(world, used_behind_fake_tensors)
+    on_both(world, used_after_fake_tensors)
 
 
 # --- Compilers ---

@@ -240,7 +240,7 @@ class TwoStreams:
         self.current, self.log = "first", []
 
     @contextmanager
-    def __call__(self, behind: object) -> Iterator[None]:
+    def __call__(self, after: object) -> Iterator[None]:
         self.current, before = "second", self.current
         yield
         self.current = before

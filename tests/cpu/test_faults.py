@@ -87,7 +87,7 @@ def marked() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_behind(marked: str) -> Iterator[None]:
+def no_leftovers(marked: str) -> Iterator[None]:
     """No process with any parent, no zombie, no named shared memory. Unnamed memory is freed with
     its processes."""
     before = set(os.listdir("/dev/shm"))

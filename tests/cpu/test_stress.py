@@ -36,7 +36,7 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
     return (outcome.wrong + outcome.other_bits, outcome.moves), set(outcome.counts), epochs
 
 
-def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
+def wrong_on_one_rank(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     from tileweave.bench.subjects import SUBJECTS
     from tileweave.commands import stress
 
@@ -63,7 +63,7 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
 
 
 def both(member: Member) -> tuple:
-    return everything(member), one_that_lies(member, 1)
+    return everything(member), wrong_on_one_rank(member, 1)
 
 
 @pytest.mark.timeout(250)

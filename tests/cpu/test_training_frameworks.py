@@ -29,7 +29,7 @@ def tables_of(count: int) -> list[TableSpec]:
 # --- Seeds ---
 
 
-def drawn_behind(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
+def drawn_after(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
     torch.manual_seed(7)
     bags = ShardedEmbeddingBag(tables_of(tables), device="meta" if on_meta else None)
     if on_meta:
@@ -42,7 +42,7 @@ def drawn_behind(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
 @pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
 @pytest.mark.parametrize("tables", [1, 2], ids=["a rank without", "both with"])
 def test_ranks_draw_the_same_numbers_after_tables(world: World, tables: int, on_meta: bool) -> None:
-    first, second = world.run(drawn_behind, tables, on_meta)
+    first, second = world.run(drawn_after, tables, on_meta)
     assert first == second
 
 

@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
         behaviour.public_calls,
         ([*dense(OUT, (1, 0)), *dense(OUT, (0, 1))], "unfused"),
     ),
-    "results behind an exchange": (
+    "results after an exchange": (
         behaviour.public_calls,
         ([*dense(IN, (0, 1)), *dense(IN, (1, 0))], "unfused"),
     ),

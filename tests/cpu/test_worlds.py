@@ -11,7 +11,7 @@ import pytest
 from tests.support.worlds import Member, World, one_shot
 
 
-def who(me: Member, add: int) -> tuple[int, int, int]:
+def identity(me: Member, add: int) -> tuple[int, int, int]:
     return me.rank, me.world_size, me.rank + add
 
 
@@ -37,7 +37,7 @@ def surroundings(me: Member) -> tuple[str, str]:
 
 
 def test_values_are_returned_by_rank(world: World) -> None:
-    assert world.run(who, 10) == [(rank, world.size, rank + 10) for rank in range(world.size)]
+    assert world.run(identity, 10) == [(rank, world.size, rank + 10) for rank in range(world.size)]
 
 
 def test_failures_report_every_rank() -> None:
@@ -55,7 +55,7 @@ def test_failures_report_every_rank() -> None:
         assert time.monotonic() - started < 30
         with pytest.raises(pytest.fail.Exception, match="rank 1: died, exit code -9"):
             world.run(dies_on, 1)
-        assert world.run(who, 0) == [(0, 2, 0), (1, 2, 1)], "a fresh world for the next test"
+        assert world.run(identity, 0) == [(0, 2, 0), (1, 2, 1)], "a fresh world for the next test"
     finally:
         world.close()
 

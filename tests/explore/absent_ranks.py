@@ -63,7 +63,7 @@ SCENARIOS = (
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
-STANDING = (
+PAUSED = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(
         "library",
@@ -106,13 +106,13 @@ class Clock:
         interpreted.MEMORY.seconds = lambda: self.now * 1e-6
         self.start, self.tasks.start = self.tasks.start, self.begin
         self.ran_out: list[tuple[str, int, int]] = []
-        self.stuck, self.tasks._stuck = self.tasks._stuck, self.nobody_can_go_on
+        self.stuck, self.tasks._stuck = self.tasks._stuck, self.no_task_can_go_on
 
     def begin(self, task: Task, body: Callable[[], None]) -> None:
         self.polls.pop(task, None)  # of its last kernel
         self.start(task, body)
 
-    def nobody_can_go_on(self) -> bool:
+    def no_task_can_go_on(self) -> bool:
         waiting = {task: due for task, (due, _, _) in self.due.items() if task.state == "parked"}
         polling = {task: due for task, due in self.polls.items() if task.state == "parked"}
         if not waiting and not polling:
@@ -190,7 +190,7 @@ class Clock:
             self.expire(block, number)
 
 
-def found_where_ranks_never_come(how: str) -> list[str]:
+def found_with_absent_ranks(how: str) -> list[str]:
     """Return what is wrong; nothing is expected. Needs its own process, since it replaces device
     functions in kernels.
 
@@ -224,7 +224,7 @@ def found_where_ranks_never_come(how: str) -> list[str]:
     return found
 
 
-def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
+def found_with_a_paused_rank(forgets: str = "") -> list[str]:
     """Rank 1 is paused in its first call, after its pushes, until rank 0 has given up the second
     call and ended the third, which has the slot of the first one. The first result of rank 1 is
     right, or NaN, or reported.
@@ -236,27 +236,27 @@ def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
     _go_by(latest)
     held: list[Task] = []
 
-    def stand() -> None:
+    def pause_rank_1() -> None:
         tasks = latest[-1].tasks
         if not held and tasks.current.rank == 1:
             held.append(tasks.current)
             tasks.block()
 
-    def and_stand(word: Callable[..., Any]) -> Callable[..., None]:
+    def then_pause(word: Callable[..., Any]) -> Callable[..., None]:
         def both(*words: Any) -> None:
             word(*words)
-            stand()
+            pause_rank_1()
 
         return both
 
     for module in (exchange, matmul_all_reduce):
-        module.leave_early = and_stand(module.leave_early)
-    embedding_gradient.Push.launch_alone = and_stand(embedding_gradient.Push.launch_alone)
+        module.leave_early = then_pause(module.leave_early)
+    embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
     if forgets:
         setattr(embedding_gradient, forgets, lambda first, *_: first)
     found = []
     with exploring() as enter:
-        for scenario, seed in product(STANDING[-1:] if forgets else STANDING, range(4)):
+        for scenario, seed in product(PAUSED[-1:] if forgets else PAUSED, range(4)):
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
 
@@ -278,7 +278,7 @@ def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
             enter(None)
             world.close()
             found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + (
-                [] if held else ["nobody stood still"]
+                [] if held else ["no rank was paused"]
             )
     return found
 
@@ -337,7 +337,7 @@ def _run(
     for name, word, _ in clock.ran_out:
         first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
-        wrong.append("nobody reports")
+        wrong.append("no rank reports")
     for rank in sorted(set(range(world.size)) - absent):
         for number, found in enumerate(results[rank][1:]):
             sums = [got for got in found if got.is_floating_point()]
@@ -435,7 +435,7 @@ def _run_to_a_moment(
 
 def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str]:
     """Where no rank waits for a waiting rank: all report in time and name an absent rank. Also
-    check what is left behind."""
+    check what remains."""
     wrong, begin = [], world.size * MAX_SLICES  # index of the first signal of a meeting
     if len(first) != world.size - len(absent):
         wrong.append(f"reports of {sorted(first)}")

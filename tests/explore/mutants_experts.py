@@ -25,7 +25,7 @@ _TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
 _TILES = "                counter = counts + TILES + made\n"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
+    Mutant("combine: no program waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
     Mutant(
         "combine: tiles of the chunk before are enough",
         COMBINE,

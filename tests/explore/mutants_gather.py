@@ -19,7 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "gather beside",
     ),
     Mutant(
-        "a gather that refuses who is a call ahead",
+        "a gather that refuses a rank that is a call ahead",
         AWAITED,
         "epoch + 1, index",
         "epoch, index",

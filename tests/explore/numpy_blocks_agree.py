@@ -57,7 +57,7 @@ def found_while_clocks_leap() -> list[str]:
     return [str(end.failure) for end in ends if end.failure is not None]
 
 
-def told_of_what_does_not_come_again() -> str:
+def report_of_irreproducible_failure() -> str:
     """In a worker: the report of a failure that a replay does not show."""
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.memory import Violation

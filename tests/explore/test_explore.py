@@ -12,12 +12,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from tests.explore.absent_ranks import found_where_a_rank_stands_still, found_where_ranks_never_come
+from tests.explore.absent_ranks import found_with_a_paused_rank, found_with_absent_ranks
 from tests.explore.find_mutants import MUTANTS
 from tests.explore.numpy_blocks_agree import (
     found_in_each_operator,
     found_while_clocks_leap,
-    told_of_what_does_not_come_again,
+    report_of_irreproducible_failure,
     triton_and_blocks_agree,
 )
 from tests.explore.partitions import found_in_partitions
@@ -63,7 +63,7 @@ def test_schedules_do_not_depend_on_time(worker: Executor) -> None:
 
 
 def test_irreproducible_failure_is_reported(worker: Executor) -> None:
-    told = worker.submit(told_of_what_does_not_come_again).result()
+    told = worker.submit(report_of_irreproducible_failure).result()
     assert told.startswith("error: once\nreplay: ") and "did not fail again" in told
 
 
@@ -75,18 +75,18 @@ def test_concurrent_partitions() -> None:
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
 def test_absent_ranks_are_named_and_every_call_ends(how: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_ranks_never_come, how).result() == []
+        assert processes.submit(found_with_absent_ranks, how).result() == []
 
 
 def test_paused_rank_is_not_overwritten() -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_rank_stands_still).result() == []
+        assert processes.submit(found_with_a_paused_rank).result() == []
 
 
 @pytest.mark.parametrize("word", ["refuse_gone", "or_gone"])
 def test_missing_record_of_given_up_calls_is_found(word: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_rank_stands_still, word).result()
+        assert processes.submit(found_with_a_paused_rank, word).result()
 
 
 def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,21 +38,23 @@ class Cells:
     def address(self, word: int) -> int:
         return self.start + 4 * word
 
-    def store(self, who: int, word: int, value: int) -> None:
+    def store(self, writer: int, word: int, value: int) -> None:
         place = ctypes.c_int32.from_address(self.address(word))
-        self.memory.check_write(self.writers[who], self.region, slice(word, word + 1))
+        self.memory.check_write(self.writers[writer], self.region, slice(word, word + 1))
         apply = lambda: setattr(place, "value", value)  # noqa: E731
-        self.memory.put(self.writers[who], Store(self.address(word), self.address(word) + 4, apply))
+        self.memory.put(
+            self.writers[writer], Store(self.address(word), self.address(word) + 4, apply)
+        )
 
-    def load(self, who: int, word: int) -> int:
-        self.memory.check_read(self.writers[who], self.region, slice(word, word + 1))
-        return self.memory.read_word(self.writers[who], self.address(word))
+    def load(self, writer: int, word: int) -> int:
+        self.memory.check_read(self.writers[writer], self.region, slice(word, word + 1))
+        return self.memory.read_word(self.writers[writer], self.address(word))
 
-    def release(self, who: int, word: int, value: int, ordered: bool = True) -> None:
-        self.memory.release(self.writers[who], self.address(word), value, ordered)
+    def release(self, writer: int, word: int, value: int, ordered: bool = True) -> None:
+        self.memory.release(self.writers[writer], self.address(word), value, ordered)
 
-    def arrive(self, who: int, at: int) -> None:
-        self.memory.arrive(self.writers[who], at)
+    def arrive(self, writer: int, at: int) -> None:
+        self.memory.arrive(self.writers[writer], at)
 
 
 def test_stores_are_late_and_out_of_order() -> None:
@@ -78,7 +80,7 @@ def test_release_follows_earlier_stores_and_delays_nothing() -> None:
     cells.release(0, 4, 1)
     cells.store(0, 1, 11)
     assert cells.writers[0].eligible() == [0, 2], (
-        "the signal waits for the store before it; the store behind it does not"
+        "the signal waits for the store before it; the store after it does not"
     )
     cells.arrive(0, 0)
     assert cells.writers[0].eligible() == [0, 1]
@@ -120,7 +122,7 @@ def wrong_read_without_acquire(cells: Cells) -> None:
     cells.load(1, 0)  # the value is there, but no order guarantees it
 
 
-def wrong_read_behind_a_plain_signal(cells: Cells) -> None:
+def wrong_read_after_a_plain_signal(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1, ordered=False)
     cells.memory.drain(cells.writers[0])
@@ -140,7 +142,7 @@ def wrong_read_of_nothing(cells: Cells) -> None:
     cells.load(1, 0)
 
 
-def wrong_store_while_somebody_reads(cells: Cells) -> None:
+def wrong_store_during_a_read(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.memory.drain(cells.writers[0])
@@ -149,7 +151,7 @@ def wrong_store_while_somebody_reads(cells: Cells) -> None:
     cells.store(0, 0, 20)
 
 
-def wrong_store_beside_a_store(cells: Cells) -> None:
+def wrong_concurrent_store(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.store(1, 0, 20)
 
@@ -162,13 +164,13 @@ WRONG = {
     wrong_read_without_acquire: (
         "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0"
     ),
-    wrong_read_behind_a_plain_signal: "early read: .* by writer 0",
+    wrong_read_after_a_plain_signal: "early read: .* by writer 0",
     wrong_read_of_what_was_stored_after_the_signal: "early read",
     wrong_read_of_nothing: "early read: .* was not written by any task",
-    wrong_store_while_somebody_reads: (
+    wrong_store_during_a_read: (
         "overwrite: writer 0 writes words.0:1., .* after the read by writer 1"
     ),
-    wrong_store_beside_a_store: "overwrite: writer 1 writes .* after the store by writer 0",
+    wrong_concurrent_store: "overwrite: writer 1 writes .* after the store by writer 0",
     wrong_place: "wild access",
 }
 
@@ -225,7 +227,7 @@ def test_barrier_holds_every_task() -> None:
         world.run(body)
         world.close()
         assert inside == sorted(inside), (
-            "nobody begins a round before all have ended the one before"
+            "no task begins a round before all have ended the one before"
         )
 
 

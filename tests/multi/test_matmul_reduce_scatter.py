@@ -162,7 +162,7 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 
 @fused
 @on_hopper
-@pytest.mark.skipif(gpu_ranks() < 3, reason="with two, a peer is the one or nobody")
+@pytest.mark.skipif(gpu_ranks() < 3, reason="with two ranks there is only one peer")
 def test_absent_rank_is_named_by_all() -> None:
     """Copies of present ranks are delayed, too: no wait for one of them may time out first."""
     size = min(gpu_ranks(), 4)

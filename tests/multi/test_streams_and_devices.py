@@ -46,7 +46,7 @@ def test_copies_do_not_use_streams_of_the_caller(largest: World) -> None:
         assert found == [True] * 40
 
 
-def beside_the_current_device(me: Member) -> list[bool]:
+def off_the_current_device(me: Member) -> list[bool]:
     found = []
     for rows in (64, 2048):
         x, w, want = whole(me, rows)
@@ -63,5 +63,5 @@ def beside_the_current_device(me: Member) -> list[bool]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device is always the current one")
 def test_operators_run_where_their_tensors_are(largest: World) -> None:
-    for found in largest.run(beside_the_current_device, timeout=120):
+    for found in largest.run(off_the_current_device, timeout=120):
         assert all(found)

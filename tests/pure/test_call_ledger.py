@@ -89,7 +89,7 @@ def test_ledger_call_numbers_wrap() -> None:
 
 
 @pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
-@pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
+@pytest.mark.parametrize("first", [0, 1], ids=["breaks off first", "second"])
 def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) -> None:
     """Independent of which rank is first, and also on a rank that compared the call before it broke
     off."""

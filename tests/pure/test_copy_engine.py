@@ -142,12 +142,12 @@ def test_waits_and_aside_copies_do_not_block_a_lane(driver):
     )
     push_again(engine(driver), copies, 10_000)
     node = {facts[2]: found for found, facts in driver.nodes.items()}
-    behind = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
-    assert behind[1000] == {node[500]}
-    assert behind[1100] == {node[1000], node[504]}, "the data before it, and its own count"
-    assert (behind[500], behind[504]) == (set(), {node[500]}), "counts are awaited in turn"
-    assert (behind[2000], behind[2100]) == ({node[1000]}, {node[1100]}), "a signal behind its data"
-    assert behind[3000] == {node[2000], node[1100], node[2100]}, "the last one behind all"
+    after = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
+    assert after[1000] == {node[500]}
+    assert after[1100] == {node[1000], node[504]}, "the data before it, and its own count"
+    assert (after[500], after[504]) == (set(), {node[500]}), "counts are awaited in turn"
+    assert (after[2000], after[2100]) == ({node[1000]}, {node[1100]}), "a signal after its data"
+    assert after[3000] == {node[2000], node[1100], node[2100]}, "the last one after all"
 
 
 def test_push_is_one_launch_with_only_data_addresses_updated(driver):

@@ -91,11 +91,11 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
         )
         for place, (is_send, chunk, _) in enumerate(want[0]):
             assert is_send or sum(t[0] for t in want[0][:place]) == (chunk + 2) * sends, (
-                "behind the next chunk's sends"
+                "after the sends of the next chunk"
             )
         mixed = sends + (own if chunks > 1 else 0)
         assert not [t for t in want[1][:mixed] if not t[0] and t[1] == chunks - 1], (
-            "what needs all of the peers is behind"
+            "blocks that need all peers come later"
         )
         assert want[1][0][0] and not any(t[0] for t in want[1][mixed:])
         for n in range(mixed):

@@ -20,7 +20,7 @@ class Stream:
         self.name, self.notes = name, notes
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.append(f"{self.name} behind {other.name}")
+        self.notes.append(f"{self.name} after {other.name}")
 
 
 class Streams(NotingTransport):
@@ -38,7 +38,7 @@ def test_begin_reports_capture() -> None:
     transport.is_capturing = True
     assert instance.begin() is True
     transport.is_capturing = False
-    assert instance.begin() is False, "a call beside graphs is no capture"
+    assert instance.begin() is False, "a call outside of a capture"
 
 
 def test_captured_region_waits_for_no_stream() -> None:
@@ -50,7 +50,7 @@ def test_captured_region_waits_for_no_stream() -> None:
     for name, capturing in (("a", False), ("b", True), ("c", False)):
         transport.current, transport.is_capturing = Stream(name, notes), capturing
         instance.begin(region=0)
-    assert notes == ["c behind a"]
+    assert notes == ["c after a"]
 
 
 def test_failed_growth_keeps_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:

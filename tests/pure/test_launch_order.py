@@ -16,10 +16,10 @@ class Stream:
         self.name, self.notes = name, notes
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.append(f"{self.name} behind all of {other.name}")
+        self.notes.append(f"{self.name} after all of {other.name}")
 
     def wait_event(self, event: Event) -> None:
-        self.notes.append(f"{self.name} behind {event.where}")
+        self.notes.append(f"{self.name} after {event.where}")
 
 
 class Event:
@@ -55,11 +55,11 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
     ("steps", "found"),
     [
         (["a", "a"], []),
-        (["a", "b"], ["b behind all of a"]),
-        (["a.", "b"], ["b behind the launch on a"]),
-        (["a.", "a", "b"], ["b behind all of a"]),
-        (["a.", "b", "c"], ["b behind the launch on a", "c behind all of b"]),
-        (["a.", "b.", "a"], ["b behind the launch on a", "a behind the launch on b"]),
+        (["a", "b"], ["b after all of a"]),
+        (["a.", "b"], ["b after the launch on a"]),
+        (["a.", "a", "b"], ["b after all of a"]),
+        (["a.", "b", "c"], ["b after the launch on a", "c after all of b"]),
+        (["a.", "b.", "a"], ["b after the launch on a", "a after the launch on b"]),
     ],
 )
 def test_launches_are_ordered_across_streams(steps: list[str], found: list[str]) -> None:
@@ -75,7 +75,7 @@ def test_region_is_rewritten_after_its_readers() -> None:
     for stream in (a, a, b, b, a):
         regions.order(0, stream)
     regions.order(1, b)
-    assert notes == ["b behind all of a", "a behind all of b"]
+    assert notes == ["b after all of a", "a after all of b"]
 
 
 def test_enter_returns_the_current_stream() -> None:

@@ -245,7 +245,7 @@ def test_reduction_plan_satisfies_the_kernels(
     assert config.kernel != "hopper" or machine.arch == 90, "the Gluon kernel is Hopper's"
     if plan_for is plan_matmul_all_reduce:
         assert config.kernel == ("triton" if config.shots == 1 else "library"), (
-            "two shots follow the library's matmul"
+            "two shots follow the matmul of cuBLAS"
         )
     assert config.shots == 2 or p.rows <= config.tile_m, "one shot is one tile of rows"
     schedule = scatter_schedule_for(mine, config, p.world_size - 1, machine)

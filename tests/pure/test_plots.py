@@ -82,7 +82,7 @@ def test_interpreted_times_are_labelled(op: str, monkeypatch: pytest.MonkeyPatch
     title = next(text for text in texts if text.startswith(op))
     assert "world 2, x86_64" in title and "interpreted: times mean nothing" in title
     assert not any("CUDA graph" in text for text in texts), "nothing was captured"
-    assert not any("1e" in text and "+" not in text for text in texts), "no offset beside the axis"
+    assert not any("1e" in text and "+" not in text for text in texts), "no offset next to the axis"
     assert all(len(text) <= 8 for text in texts if text.replace(".", "").isdecimal()), (
         "numbers of a few digits"
     )
@@ -111,7 +111,7 @@ def test_plots_of_runs_name_the_device_and_share_colours(
     ours = report["cases"][0]["times"]["tileweave"]["median_us"]
     if "unfused" in report["cases"][0]["times"]:
         assert f"{ours / report['cases'][0]['times']['unfused']['median_us']:.2g}" in texts, (
-            "values stand on bars"
+            "values are printed on bars"
         )
 
 

@@ -12,7 +12,7 @@ from tileweave.transport.regions import Regions
 def test_regions_are_lent_until_one_is_left() -> None:
     regions = Regions(3)
     assert regions.choose(False) == (0, True)
-    assert not regions.captured, "beside captures nothing is reserved"
+    assert not regions.captured, "no region is reserved except in captures"
     assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], (
         "a capture gets none that another one had"
     )

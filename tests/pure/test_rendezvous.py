@@ -244,7 +244,7 @@ class Held:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("late", [True, False], ids=["behind the others", "before them"])
+@pytest.mark.parametrize("late", [True, False], ids=["after the others", "before them"])
 def test_timeout_as_the_last_rank_arrives_is_consistent(
     three, monkeypatch, late: bool, error: type
 ) -> None:

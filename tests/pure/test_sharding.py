@@ -120,7 +120,7 @@ def test_adjacent_tables_are_one_copy() -> None:
         "not side by side in the gradient"
     )
     assert spans_of(layout, 1, 0, 2) == [(72, 0, 24)]
-    assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "one behind the other, here and there"
+    assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "adjacent in both places"
     for owner in (0, 1):
         spans = [span for group in range(2) for span in spans_of(layout, owner, group, 2)]
         assert sum(dim for _, _, dim in spans) == sum(layout.dims[owner])

@@ -130,9 +130,9 @@ def test_pushing_warps_do_not_block_multiplying_warps() -> None:
 
 def test_exchanges_are_planned_as_by_the_operators() -> None:
     ops = Operators(FOUR)
-    behind, before = Exchange(1, 0), Exchange(0, 1)
-    assert ops.fused_matmul_all_to_all(behind, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(
-        behind, 4, 4096, 24576, 4096
+    after, before = Exchange(1, 0), Exchange(0, 1)
+    assert ops.fused_matmul_all_to_all(after, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(
+        after, 4, 4096, 24576, 4096
     )
     assert ops.fused_all_to_all_matmul(before, 4, 4096, 4096, 2048) < ops.fused_all_to_all_matmul(
         before, 4, 16384, 4096, 2048

@@ -123,7 +123,7 @@ def test_copy_engines_copy_chunks_in_the_kernels_order(slices: int) -> None:
         (event for event in run.events if event.kind == "push"), key=lambda event: event.begin
     )
     assert [event.peer for event in pushes] == [peer for peer in (1, 2, 3) for _ in range(slices)]
-    assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one behind the other"
+    assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one after the other"
     made = {
         peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer)
         for peer in (1, 2, 3)

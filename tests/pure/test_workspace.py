@@ -97,7 +97,7 @@ def instance(transport: NotingTransport) -> Instance:
 
 
 def time_out(instance: Instance, signal: int, unit: int = 5) -> None:
-    """What a device leaves behind when a wait times out."""
+    """What a device writes when a wait times out."""
     instance.report[REPORT_SIGNAL], instance.report[REPORT_UNIT] = signal, unit
     instance.report[REPORT_EXPECTED], instance.report[REPORT_SEEN] = 9, 8
     instance.report[REPORT_SET] = 1
@@ -278,7 +278,7 @@ def test_cached_calls_are_bounded(
     for size in range(4):
         instance.keep(size, object())
     assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, (
-        "a graph may read what stands there"
+        "a graph may read this memory"
     )
     accepted = workspace.BoundedCache()
     for size in range(9):
@@ -313,7 +313,7 @@ def test_valid_timeouts(monkeypatch: pytest.MonkeyPatch, text: str, seconds: flo
     assert limits[1:] == [min(int(limits[0] * times), 2**31 - 1) for times in (1.125, 2)], (
         "their data, and own copies, longer"
     )
-    assert limits[1] > 1.05 * limits[0], "who waits for what they send runs out later"
+    assert limits[1] > 1.05 * limits[0], "a wait for data times out later than one for a meeting"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "2000.5", "1 minute"])
@@ -393,4 +393,6 @@ def test_close_one_group_or_all() -> None:
     for transport in made.values():
         assert transport.events.count("close") == 1
         ends = transport.events[transport.events.index("synchronize") :]
-        assert ends == ["synchronize", "close"], "work ends before memory goes, and nobody is asked"
+        assert ends == ["synchronize", "close"], (
+            "work ends before memory is freed, without asking peers"
+        )

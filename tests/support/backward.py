@@ -40,11 +40,11 @@ def coefficients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights of each element of the results in the loss of this rank. Ranks have equal weights
     where they have equal results."""
-    rows, who = case.out_rows(size), 0 if case.op == AR else rank
-    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, who)
+    rows, seed_rank = case.out_rows(size), 0 if case.op == AR else rank
+    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, seed_rank)
     width = case.depth if case.gathered else case.cols
     return c, draw(
-        (rows, width), case, 1.0, device, 99, who
+        (rows, width), case, 1.0, device, 99, seed_rank
     ) if case.gathered or case.norm else None
 
 

@@ -239,7 +239,7 @@ class Call:
         second = self.second if second is None else second
         if second is None:
             return
-        assert self.want_second is not None, f"{what}: a second result that nobody asked for"
+        assert self.want_second is not None, f"{what}: a second result that was not requested"
         if self.case.op == AR:
             verify(second, self.want_second, self.case, f"{what}: residual_out")
             return

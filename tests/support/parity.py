@@ -188,7 +188,7 @@ def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
         call.verify(f"rank {me.rank}, call {n} around the wrap")
     instance.transport.synchronize()
     epoch = int(instance.control[EPOCH])
-    assert epoch == -(2**31) + 3, f"the epoch stands at {epoch}"
+    assert epoch == -(2**31) + 3, f"the epoch is {epoch}"
     instance.transport.barrier()
     tw.close()
 
