@@ -42,8 +42,8 @@ LAYERS = (
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FACTS = LAYERS[0]
 EXEMPT = ("__init__", "__main__")
+PROTOCOL = "tileweave.transport.protocol"  # only integers, which every layer may read
 # a kernel gets pointers; it does not know where memory comes from
-PROTOCOL = "tileweave.transport.protocol"  # integers alone, which every layer may read
 FORBIDDEN = {("kernels", "transport")}
 DEVICE_FREE = (*FACTS, "sim", "transport.interface", "transport.protocol")
 MAY_PRINT = ("commands", "bench")
