@@ -1,5 +1,5 @@
-"""Skips tests marked `gpu` or `multi` where GPUs are too few; marks the `fast` ones; keeps the
-worlds of the session."""
+"""Skip tests marked `gpu` or `multi` where GPUs are too few; mark the `fast` ones; keep the worlds
+of the session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.support.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
-# of tests/cpu and tests/explore, beside all that needs no kernel
+# in tests/cpu and tests/explore; all tests without kernels are fast, too
 FAST = ("test_public_calls", "test_each_operator_once")
 
 
@@ -54,13 +54,12 @@ def _is_fast(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what imports made stays: collections have a tenth to look through
+    gc.freeze()  # imported objects stay: garbage collection has a tenth of them left to scan
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Worlds of ranks, started when a test first asks: ``worlds("gloo", 3).run(function,
-    *args)``."""
+    """Worlds of ranks, started on first use: ``worlds("gloo", 3).run(function, *args)``."""
     found = Worlds()
     yield found
     found.close()

@@ -1,14 +1,13 @@
-"""Finds shared memory that was made an mbarrier and holds data later, in compiled PTX.
+"""Find shared memory in compiled PTX that was initialized as an mbarrier and holds data later.
 
-Why: the memory of a barrier may hold other things only behind ``mbarrier.inval``. Gluon's allocator
-does not know: memory of a barrier that nobody waits on any more is free to it, and a reduction or a
-conversion of layouts takes it. That works until the device switches to another process and back,
-which puts barriers back as they were: a sum's words then hold the state of a barrier. A program
-that shares its GPU by time slices meets this in seconds, another one never does.
+Why: the memory of a barrier may hold other data only after ``mbarrier.inval``. Gluon's allocator
+does not know this: it reuses the memory of a barrier that no wait follows, for a reduction or a
+conversion of layouts. That works until the device switches to another process and back, which
+restores barriers: the words of a sum then hold the state of a barrier. A program that shares its
+GPU by time slices fails within seconds, any other one never does.
 
-What is looked at: where the constant part of an address points, which for a reduction's words is
-where they begin. Barriers that are invalidated anywhere are trusted, since those are the compiler's
-own.
+What is checked: the constant part of an address, which for the words of a reduction is their
+beginning. Barriers that are invalidated anywhere are trusted, since they are the compiler's own.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from __future__ import annotations
 import re
 
 _BASE = "global_smem"
-# Bytes are the states of warps, whose numbers begin behind those of the default partition.
+# The bytes are states of warps, whose numbers begin after those of the default partition.
 _DATA = re.compile(r"\b(ld|st|atom|red)\.(volatile\.)?shared\b(?!\S*\.[bus]8\b).*?\[([^\]]*)\]")
 _BARRIER = re.compile(r"\bmbarrier\.(init|inval)\.shared\S* \[([^\]]*)\]")
 _BYTES = 8
 
 
 def _places(ptx: str) -> dict[str, int]:
-    """Registers that hold a place in shared memory, by its constant part, and the base itself."""
+    """Registers that hold an address in shared memory, by its constant part, and the base
+    itself."""
     found = {_BASE: 0}
     for line in map(str.strip, ptx.splitlines()):
         moved = re.match(rf"mov\.[bu]32\s+(%r\d+), {_BASE}(?:\+(\d+))?;", line)
@@ -37,8 +37,8 @@ def _places(ptx: str) -> dict[str, int]:
 
 
 def reused_barriers(ptx: str) -> tuple[list[int], int]:
-    """Places of barriers whose words are loaded or stored as data, and how many barriers there are
-    with a known place."""
+    """Addresses of barriers whose words are loaded or stored as data, and the number of barriers
+    with a known address."""
     places = _places(ptx)
 
     def place(text: str) -> int | None:

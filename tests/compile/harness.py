@@ -42,7 +42,7 @@ from triton.runtime import driver as active_driver
 
 @dataclass(frozen=True)
 class _Machine:
-    """What the compiler and the launch checks ask about a device."""
+    """Properties of a device for the compiler and the launch checks."""
 
     target: GPUTarget
     max_shared_bytes: int
@@ -61,7 +61,7 @@ TARGETS: tuple[str, ...] = tuple(MACHINES)
 
 
 def on_targets(cases: Sequence[Any], targets: Sequence[str] = TARGETS) -> list[tuple[Any, str]]:
-    """(case, target): each case for sm_90, and for each other target every second one, so that each
+    """(case, target): each case for sm_90, and every second one for each other target, so that each
     has one other target."""
     others = [target for target in targets if target != "sm_90"]
     return [(case, "sm_90") for case in cases] + [
@@ -131,8 +131,8 @@ class _StubDriver(DriverBase):
         machine = MACHINES[target]
         self._target = machine.target
         self.utils = _Utils(machine)
-        # A kernel keeps its binaries and its backend per device. A device name of its own for every
-        # driver keeps targets apart, and apart from a real GPU's device 0.
+        # A kernel keeps its binaries and its backend per device. A separate device name per driver
+        # separates targets from each other, and from a real GPU's device 0.
         self._device = f"offline:{target}:{next(self._serial)}"
 
     @classmethod
@@ -158,7 +158,8 @@ class _StubDriver(DriverBase):
 
     def get_benchmarker(self) -> Callable[..., Any]:
         raise RuntimeError(
-            "a kernel cannot be timed offline: pass one config, or compile the kernel under the tuner"
+            "a kernel cannot be timed offline: pass one config, or compile the kernel under "
+            "the tuner"
         )
 
     def map_python_to_cpp_type(self, ty: str) -> str:
@@ -184,7 +185,7 @@ def offline(target: str = "sm_90") -> Iterator[list[Compiled]]:
         )
     launched: list[Compiled] = []
     seen: set[str] = set()
-    # of the kernel compiled last; one that is loaded for the first time comes next
+    # of the kernel compiled last; the next one is loaded for the first time
     signature: dict[str, Any] = {}
 
     def on_compiled(*, compile: Mapping[str, Any], **_: object) -> None:
@@ -231,7 +232,8 @@ def compile_kernel(
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
     if not hasattr(compiled, "asm"):
         raise TypeError(
-            f"{kernel!r} did not compile to one kernel: pass the jit function itself, not its autotuner"
+            f"{kernel!r} did not compile to one kernel: pass the jit function itself, not "
+            "its autotuner"
         )
     asm = {stage: compiled.asm[stage] for stage in compiled.asm}
     return _describe(
@@ -270,14 +272,15 @@ def _describe(
     reused = reused_barriers(ptx)[0] if ptx is not None else []
     if reused:
         raise AssertionError(
-            f"{name} keeps data in shared memory that it made mbarriers, at {reused}; see barrier_words.py"
+            f"{name} keeps data in shared memory that it made mbarriers, at {reused}; see "
+            "barrier_words.py"
         )
     return Compiled(name, target, ptx, asm, registers, spills, int(shared), params, dict(signature))
 
 
 def _cuobjdump() -> Path | None:
-    """The dumper of the triton wheel: it is as new as the assemblers beside it, so it reads what
-    they write."""
+    """The dumper of the triton wheel: it has the version of its assemblers, so it can read their
+    output."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return path if path.exists() else None
 

@@ -1,7 +1,8 @@
-"""Small kernels, right and wrong, that `test_ptx_lint` compiles. Wrong ones carry one planted fault each.
+"""Small kernels that `test_ptx_lint` compiles: correct ones, and wrong ones with one planted fault
+each.
 
-They are written against the public names of both ends of the supported Triton range and use as little of the library
-as possible (nothing), so that the lint is tested against compilers and not against our own device words.
+They use only names that exist at both ends of the supported Triton range, and nothing from
+tileweave, so that the lint is tested against compilers and not against our device functions.
 """
 
 from __future__ import annotations
@@ -43,25 +44,37 @@ def push_kernel(
     if FORM == "release":
         tl.inline_asm_elementwise(
             "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r", [signal, epoch], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [signal, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     if FORM == "fence":
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r", [signal, epoch], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [signal, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     if FORM == "fence_too_early":
         tl.inline_asm_elementwise(
             "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r", [signal, epoch], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [signal, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
 def push_descriptor_kernel(
     x_desc, slot_desc, signal, epoch, tiles, DRAIN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Stores tiles through a descriptor, a signal behind each."""
+    """Store tiles through a descriptor, each followed by a signal."""
     for tile in range(tiles):
         slot_desc.store([tile * BLOCK, 0], x_desc.load([tile * BLOCK, 0]))
         if DRAIN:
@@ -79,7 +92,8 @@ def push_descriptor_kernel(
 
 @gluon.jit
 def gluon_push_kernel(slot_desc, signal, epoch, tiles, DRAIN: gl.constexpr, BARRIER: gl.constexpr):
-    """TMA-stores zero tiles, two groups a tile; DRAIN is "read", or how many groups stay open (0, 1, 2)."""
+    """Store zero tiles with TMA, two groups per tile. DRAIN is "read", or how many groups are left
+    open (0, 1, 2)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     buffer = gl.allocate_shared_memory(slot_desc.dtype, [2, 64, 64], slot_desc.layout)
     for tile in range(tiles):
@@ -121,8 +135,12 @@ def gluon_push_kernel(slot_desc, signal, epoch, tiles, DRAIN: gl.constexpr, BARR
             gluon_barrier()
         gl.inline_asm_elementwise(
             "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r", [signal + tile, epoch], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [signal + tile, epoch],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 # ---- loads after waits
@@ -143,8 +161,12 @@ def spin_in_asm(signal, epoch):
              setp.ge.s32 done, seen, $2;
              @!done bra poll;
              mov.u32 $0, seen; }""",
-        "=r,l,r", [signal, epoch], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [signal, epoch],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -155,8 +177,12 @@ def spin_relaxed(signal, epoch):
              setp.ge.s32 done, seen, $2;
              @!done bra poll;
              mov.u32 $0, seen; }""",
-        "=r,l,r", [signal, epoch], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [signal, epoch],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -172,7 +198,8 @@ def gather_matmul_kernel(
     FENCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Tiles of a @ b.T, a arriving from peers. WAIT "tile" is right, the others stand inside the pipelined loop."""
+    """Tiles of a @ b.T, where a arrives from peers. WAIT "tile" is correct; other waits are inside
+    the pipelined loop."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if WAIT == "tile":
             spin(signal + tile, epoch)
@@ -230,7 +257,8 @@ def reduce_kernel(
     FENCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = x + what the peer put behind slots[0]; x is local, so it may be read before the wait, the slot not."""
+    """out = x + what the peer stored at slots[0]. x is local, so it may be read before the wait;
+    the slot may not."""
     at = tl.arange(0, BLOCK)
     mine = tl.load(x + at)
     slot = tl.load(slots).to(tl.pointer_type(tl.float32))
@@ -313,8 +341,12 @@ def producer(
             gluon_barrier()
         gl.inline_asm_elementwise(
             "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r", [done, epoch], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [done, epoch],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
-"""Reads PTX text into instructions, basic blocks, loops and the origin of addresses.
+"""Parse PTX text into instructions, basic blocks, loops and the origin of addresses.
 
-Only what `ptx_lint` needs: who can run before whom, which instructions share a loop, and which
-kernel parameter an address comes from. Not a PTX parser in general: operands stay text, types are
-not checked, calls are opaque, and each .entry or .func is a graph of its own.
+Only what `ptx_lint` needs: which instruction can run before which, which ones share a loop, and
+which kernel parameter an address comes from. This is not a general PTX parser: operands stay text,
+types are not checked, calls are opaque, and each .entry or .func is a separate graph.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _NO_RESULT = (
 
 @dataclass(eq=False)
 class Instruction:
-    """One statement. ``scope`` is the path of braces around it: labels inside inline assembly are
-    local to theirs."""
+    """One statement. ``scope`` is the path of braces around it: labels in inline assembly are local
+    to its braces."""
 
     line: int
     text: str
@@ -140,8 +140,8 @@ class _Labels:
 
 
 def is_fork(ins: Instruction) -> bool:
-    """The barrier of all warps with which warp-specialised kernels start and end their
-    partitions."""
+    """Whether this is the barrier of all warps with which warp-specialized kernels start and end
+    their partitions."""
     return ins.opcode == "barrier.sync" and ins.operands.strip() == "1"
 
 
@@ -268,10 +268,10 @@ class Function:
 
     @cached_property
     def _one_warp_blocks(self) -> frozenset[int]:
-        """Blocks run by one warp alone: a 32-thread kernel, or a partition that knows no barrier
-        but the warp's.
+        """Blocks run by one warp alone: a 32-thread kernel, or a partition that has no barrier but
+        that of the warp.
 
-        A partition is what can be reached from behind a fork. Partitions may share blocks (LLVM
+        A partition is what can be reached from after a fork. Partitions may share blocks (LLVM
         merges equal tails): those count as one warp's only if all that share them do.
         """
         if self.threads == 32:

@@ -1,46 +1,48 @@
-"""Checks the memory order of the tile-and-signal protocol in compiled PTX.
+"""Check the memory order of the tile-and-signal protocol in compiled PTX.
 
-Why: the protocol stands on orders that the compiler may silently undo, and that no test on one fast
-machine shows reliably: all threads' stores before the signal, the waiter's loads after its wait,
-the async proxy after both. PTX shows them without a GPU.
+Why: the protocol relies on orders that the compiler may silently undo, and that no test on one fast
+machine shows reliably: the stores of all threads before the signal, the loads of the waiter after
+its wait, the async proxy after both. PTX shows them without a GPU.
 
 Rules
 -----
 ``store-before-signal``
-    A signal is a release write of a signal scope, or a relaxed or volatile one behind a fence of
+    A signal is a release write of a signal scope, or a relaxed or volatile one after a fence of
     that scope. On every path to it, each store to global memory since must have been followed by a
     CTA (or partition) barrier; a bulk (TMA) store first by a full ``cp.async.bulk.wait_group``, as
     ``.read`` only says that the source may be reused. For a relaxed signal the barrier has to come
-    before the fence. What is written to the parameter ``report`` speaks for nobody's data.
+    before the fence. Writes to the parameter ``report`` are no signals of data.
 ``load-after-wait``
     A wait is an acquire read of a signal scope whose value decides whether its loop ends, or such a
-    relaxed or volatile read with a fence behind it. Within an iteration of the innermost loop
-    around both, a guarded load must not run before a wait without any wait before it: that is what
-    a load looks like that software pipelining moved up. Nor may it come between a relaxed read and
+    relaxed or volatile read with a fence after it. Within an iteration of the innermost loop
+    around both, a guarded load must not run before a wait without any wait before it: that is how
+    a load looks that software pipelining moved up. Nor may it come between a relaxed read and
     its fence. Where guards are named, a function without any wait is reported, too.
 ``proxy-fence``
     Between an acquire and a guarded bulk load there is a ``fence.proxy.async`` that covers global
     memory.
 
 ``guarded`` says which loads carry data that a peer sends: names (or indices) of kernel parameters,
-"*name" for what lies behind addresses loaded from a table. None means every tile load: TMA,
-``cp.async`` and vector loads. Kernels that also read local operands before their wait have to name
-their guarded parameters. ``unsignalled`` names tensor descriptors whose stores no signal speaks
-for, as those of an output that is read when the kernel has ended.
+"*name" for memory at addresses loaded from a table. None means every tile load: TMA, ``cp.async``
+and vector loads. Kernels that also read local operands before their wait have to name their guarded
+parameters. ``unsignalled`` names tensor descriptors whose stores no signal announces, such as those
+of an output that is read after the kernel has ended.
 
 What a clean report proves, and what it does not
 ------------------------------------------------
 The walk covers every path of a function, feasible or not, so ``store-before-signal`` and
-``proxy-fence`` err on the side of reporting (a thread that releases its own stores only is
-reported, too). They do assume that the threads which store take part in the barrier, that the drain
+``proxy-fence`` err on the side of reporting (a thread that releases only its own stores is
+reported, too). They do assume that the threads that store take part in the barrier, that the drain
 is run by the thread that issued the store, and that the proxy fence is run by the thread that
-issues the load: predicates are not followed. ``load-after-wait`` is weaker: it knows order, not
-which wait belongs to which load, so a wait for the wrong tile, one wait too few, or a load moved
-past the second of two waits escape it. Partitions of a warp-specialised kernel are walked one by
-one, and ordering between them through an mbarrier is trusted. Calls are opaque, an address that
-went through shared memory has no known origin (and counts as guarded if it is a tile load), and
-values, epochs, signal addresses and slots are not looked at. Below PTX nothing is checked: ptxas
-must keep these orders, and we trust it to.
+issues the load: predicates are not followed.
+
+``load-after-wait`` is weaker: it knows order, not which wait belongs to which load. So it misses a
+wait for the wrong tile, one wait too few, and a load moved past the second of two waits.
+
+Partitions of a warp-specialized kernel are walked one by one, and order between them through an
+mbarrier is trusted. Calls are opaque. An address that went through shared memory has no known
+origin (and counts as guarded if it is a tile load). Values, epochs, signal addresses and slots are
+not checked. Nothing is checked below PTX: ptxas must keep these orders, and we trust it to.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Operations:
-    """Lines of what the rules were applied to: assert on them, as a lint that saw nothing reports
+    """Lines that the rules were applied to. Assert on them, since a lint that saw nothing reports
     nothing."""
 
     signals: tuple[int, ...]
@@ -101,11 +103,10 @@ def lint(
     open_groups: int = 0,
     scopes: Collection[str] = ("sys",),
 ) -> list[Violation]:
-    """Violations of ``rules`` in a compiled kernel or PTX text, in line order; empty means none
-    found.
+    """Violations of ``rules`` in a compiled kernel or PTX text, in line order; empty means none.
 
-    ``open_groups``: bulk store groups, counted from the youngest, that a signal may leave open
-    since it speaks for older ones. ``scopes``: "gpu" for signals between programs of one grid.
+    ``open_groups``: how many bulk store groups, counted from the youngest, a signal may leave open
+    because it announces older ones. ``scopes``: "gpu" for signals between programs of one grid.
     """
     unknown = set(rules) - set(RULES)
     if unknown:
@@ -248,8 +249,7 @@ class _Protocol:
         return ins.parts[0] in ("red", "atom") and any(ins.has(f) for f in floats)
 
     def is_bulk_store(self, ins: Instruction) -> bool:
-        """A bulk store that a signal may speak for: not one through unsignalled descriptors
-        alone."""
+        """A bulk store that a signal may announce: not one through unsignalled descriptors only."""
         if not is_bulk_store(ins):
             return False
         origin = self.function.origin(ins)
@@ -288,8 +288,7 @@ class _Protocol:
 
     @cached_property
     def waits(self) -> frozenset[Instruction]:
-        """The instruction at which each wait acquires: the spinning read, or the fence behind
-        it."""
+        """The instruction at which each wait acquires: the spinning read, or the fence after it."""
         spins = {
             i for i in self.function.instructions if self.is_acquire(i) and self._decides_loop(i)
         }
@@ -326,7 +325,7 @@ class _Protocol:
 
     def _signal_step(self, facts: Facts, ins: Instruction) -> Facts:
         """Open stores: ("stored", line), ("bulk", line, groups committed since it), then
-        ("drained", line) until a barrier. Behind a fence: ("fence",), and ("late", line) for the
+        ("drained", line) until a barrier. After a fence: ("fence",), and ("late", line) for the
         stores open when it ran."""
         if self.is_store(ins):
             return facts | {("stored", ins.line)}
@@ -349,8 +348,8 @@ class _Protocol:
         return facts
 
     def is_report(self, ins: Instruction) -> bool:
-        """A word for the host about a time-out, by a thread that wrote the others: it speaks for
-        nobody's data."""
+        """A write to the report about a timeout, by the thread that wrote the other words: it
+        announces no data."""
         origin = self.function.origin(ins)
         return bool(origin) and origin <= self.report
 
@@ -396,7 +395,7 @@ def _store_before_signal(protocol: _Protocol, open_groups: int) -> Iterator[Viol
         "stored": "no barrier between the store at line {} and",
         "drained": "no barrier between the drain of the bulk store at line {} and",
         "bulk": "the bulk store at line {} is not drained by a full wait_group before",
-        "late": "the fence before this signal was not behind a barrier for the store at line {}:",
+        "late": "the fence before this signal does not follow a barrier for the store at line {}:",
     }
     for ins, facts in protocol.signals():
         for fact in facts if not protocol.is_report(ins) else ():

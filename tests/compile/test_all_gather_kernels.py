@@ -1,9 +1,9 @@
-"""Every kernel of the library, compiled without a GPU by its own launcher: does it fit, and does it
-keep the protocol?
+"""The kernels of all_gather_matmul, compiled without a GPU by their own launchers: they fit the
+device, and keep the protocol.
 
-Four targets for the Triton kernels, Hopper for its Gluon twin in each configuration of the tuned
-table. The PTX is held to the rules of `ptx_lint`, and first asked for the signals, waits, and peer
-stores that the protocol has: a lint that sees nothing would find nothing.
+Four targets for the Triton kernels, Hopper for its Gluon counterpart in each config of the tuned
+table. The PTX is held to the rules of `ptx_lint`. Before that, it must contain the signals, waits,
+and peer stores of the protocol: a lint that sees nothing would find nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TENSOR_CORE = {
 
 WORLD_SIZE, RANK = 4, 1
 COLS, DEPTH = 512, 1024  # compiled code depends on what divides sizes, not on how large they are
-REGISTERS = 168  # what 12 warps of the Hopper kernel may have each thread
+REGISTERS = 168  # registers per thread for 12 warps of the Hopper kernel
 STACK = (
     # bytes: an epilogue may spill a little (144: cut, ragged, with a bias; Triton 3.6), a main loop
     # could not hide in that
@@ -114,8 +114,7 @@ TRITON_CASES = (
 
 
 def tuned_cases() -> list[Case]:
-    """The tuned table, once for each kernel that differs: some of a configuration is arguments, not
-    code."""
+    """The tuned table, once for each different kernel: some of a config is arguments, not code."""
 
     def case(entry: Entry) -> Case:
         alike = {
@@ -167,8 +166,8 @@ HOPPER_CASES = (
 
 
 def endpoint(slot_size: int, dtype: torch.dtype) -> Peers:
-    """One protocol instance of this rank, with room for more signals and counters than any launch
-    here has."""
+    """One protocol instance of this rank, with more signals and counters than any launch here
+    needs."""
     table = torch.zeros(WORLD_SIZE, dtype=torch.int64)
     words = torch.zeros(4096, dtype=torch.int32)
     return Peers(
@@ -177,8 +176,8 @@ def endpoint(slot_size: int, dtype: torch.dtype) -> Peers:
 
 
 def compile_one(launch: Callable[[], object], target: str) -> Compiled:
-    """What ``launch`` launches. Without line numbers, which are a quarter of the time and no part
-    of the code."""
+    """The kernel that ``launch`` launches. Compiled without line numbers, which are a quarter of
+    the time and no part of the code."""
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         launch()
@@ -196,7 +195,7 @@ def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torc
 
 
 def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
-    """A launcher for the case, and what to call it with: tensors made anew."""
+    """A launcher for the case, and its arguments: tensors made anew."""
     c, dtype = case.config, case.dtype
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
@@ -298,11 +297,11 @@ def test_small_kernels_compile_for_every_target(
 
 # ---- what is compiled keeps the protocol
 
-LOCAL = ("out_desc",)  # read when the kernel has ended: no signal speaks for it
+LOCAL = ("out_desc",)  # read after the kernel has ended, without a signal
 
 
 def peer_data(compiled: Compiled) -> tuple[str, ...]:
-    """Parameters behind which peers' stores arrive."""
+    """Parameters at whose addresses stores of peers arrive."""
     return tuple(name for name in ("slot0_desc", "slot1_desc", "slots") if name in compiled.params)
 
 
@@ -331,7 +330,7 @@ def writes_to_peers(compiled: Compiled, table: str) -> Iterator[Instruction]:
 
 
 def signals_to_peers(compiled: Compiled, seen: Operations) -> int:
-    """How many signals go to peers, all of which the lint must have seen as such."""
+    """How many signals are sent to peers; the lint must have seen all of them."""
     written = [ins.line for ins in writes_to_peers(compiled, "signal_table")]
     assert set(written) <= set(seen.signals)
     return len(written)
@@ -381,8 +380,8 @@ def test_the_triton_kernel_loads_rows_16_bytes_at_once(case: Case, target: str) 
     "case", [c for c in (*TRITON_CASES, *HOPPER_CASES) if c.config.split_tail], ids=str
 )
 def test_parts_of_a_tile_are_handed_over_in_order(case: Case) -> None:
-    """Between programs of one grid: the helper's count behind its part, the owner's loads behind
-    the count."""
+    """Between programs of one grid: the count of a helper after its partial tile, the loads of the
+    owner after the count."""
     compiled = compile_case(case)
     seen = seen_in(compiled, ["partials"], "gpu")
     assert len(seen.signals) >= 2, "the count and the last to leave"
@@ -436,7 +435,7 @@ def test_an_output_whose_pitch_tma_cannot_have_is_stored_plainly() -> None:
 
 @pytest.mark.parametrize("case", [*TRITON_CASES, *HOPPER_CASES], ids=str)
 def test_no_wait_waits_for_stores(case: Case) -> None:
-    """Full fences hold up a tile by 3 to 7 us (decision 0004), and a waiter has nothing to
+    """Full fences delay a tile by 3 to 7 us (decision 0004), and a waiter has nothing to
     release."""
     ptx = str(compile_case(case).ptx)
     assert "fence.acquire.sys" in ptx
@@ -445,7 +444,7 @@ def test_no_wait_waits_for_stores(case: Case) -> None:
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_fences_that_the_target_has(target: str) -> None:
-    """Below sm_90 ptxas makes an illegal instruction of the narrow one, and says nothing."""
+    """Below sm_90 ptxas silently makes an illegal instruction of the narrow one."""
     for compiled in (compile_case(TRITON_CASES[0], target), compile_example(target)):
         fences = set(re.findall(r"fence\.(acquire|acq_rel)\.sys", str(compiled.ptx)))
         assert fences == ({"acq_rel"} if target == "sm_80" else {"acquire"})
@@ -460,7 +459,7 @@ TAKEN_OUT = {
 
 @pytest.mark.parametrize("rule", TAKEN_OUT)
 def test_the_lint_would_notice(rule: str) -> None:
-    """The same kernels with what a rule asks for taken out of their PTX. (No TMA in the Triton
+    """The same kernels with one requirement of a rule removed from their PTX. (No TMA in the Triton
     kernel: no proxy.)"""
     for case in (*TRITON_CASES, *HOPPER_CASES[-4:]):
         compiled = compile_case(case)

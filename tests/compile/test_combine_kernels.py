@@ -1,7 +1,7 @@
-"""The kernels of grouped_matmul_combine, compiled without a GPU: do they fit, do they keep the
-protocol?
+"""The kernels of grouped_matmul_combine, compiled without a GPU: they fit the device, and keep the
+protocol.
 
-As `test_all_gather_kernels.py`, whose tools these tests use.
+Uses the tools of `test_all_gather_kernels.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HOPPER = (
         weighted=False,
     ),
 )
-STACK = 400  # bytes; what is kept there is read once a block of tokens or a tile
+STACK = 400  # bytes; spilled values are read once per block of tokens or tile
 
 
 @functools.cache

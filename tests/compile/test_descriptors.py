@@ -1,4 +1,4 @@
-"""Tensor descriptors: what TMA is told of a matrix, and which matrices it can read."""
+"""Tensor descriptors: what TMA gets of a matrix, and which matrices it can read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_matrices_that_tma_reads(t: torch.Tensor) -> None:
     "t", [FLAT[4:60].view(7, 8), FLAT[:480].view(8, 60), FLAT[:480].view(8, 60).t()]
 )
 def test_matrices_that_tma_does_not_read(t: torch.Tensor) -> None:
-    """An address or a line of no whole 16 bytes."""
+    """An address or a stride that is no multiple of 16 bytes."""
     assert not fits(t, WHOLE) and not fits(WHOLE, t)
 
 

@@ -1,5 +1,5 @@
-"""The kernels of routing and dispatch, compiled without a GPU: do they fit, do they move 16 bytes
-at once, in order?"""
+"""The kernels of routing and dispatch, compiled without a GPU: they fit the device, and move 16
+bytes per access, in order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_hopper_fits(config: DispatchConfig, turned: bool) -> None:
 
 @pytest.mark.parametrize("config", [*TRITON_CASES, *HOPPER_CASES], ids=repr)
 def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
-    """Weights, too, in the Triton kernel; nothing goes by single elements, and tokens travel in 16
+    """Weights, too, in the Triton kernel. Nothing is moved by single elements, and tokens by 16
     bytes."""
     ptx = str(compile_dispatch(config, "sm_90").ptx)
     sizes = set(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+)", ptx))
@@ -152,8 +152,8 @@ def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
 
 @pytest.mark.parametrize("config", ORDERED_CASES, ids=repr)
 def test_rows_in_order_come_by_tma(config: DispatchConfig) -> None:
-    """Rows and weights, by one load each; what lines rows up moves 16 bytes at once, and releases
-    what it has placed."""
+    """Rows and weights are read by one load each. The part that sorts rows moves 16 bytes per
+    access, and releases what it has stored."""
     ptx = str(compile_dispatch(config, "sm_90").ptx)
     assert (
         len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 2
@@ -189,7 +189,7 @@ def test_gradients_of_experts_fit() -> None:
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_plain_kernels_keep_the_protocol(target: str) -> None:
-    sort, _ = compile_routing(target, torch.int32, 32, SORT)  # the other one does not wait
+    sort, _ = compile_routing(target, torch.int32, 32, SORT)  # the other kernel does not wait
     for compiled in (
         *compile_routing(target, torch.int32),
         sort,

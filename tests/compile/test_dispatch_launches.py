@@ -1,4 +1,4 @@
-"""Prepared launches of routing and dispatch: the driver is given what a first launch would give it."""
+"""Prepared launches of routing and dispatch: the driver gets what a first launch would give it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["notes"]  # a fixture
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], launch.Prepared]]:
-    """The arguments of each launch by Triton, and what was prepared of it."""
+    """The arguments of each launch by Triton, and the launch prepared from it."""
     found: list[tuple[dict[str, Any], launch.Prepared]] = []
     prepare = launch.prepare
 
@@ -43,7 +43,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], launch.
 
 
 def words(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the parameters of a launch with these arguments must be, but for maps."""
+    """Expected parameters of a launch with these arguments, apart from tensor maps."""
     found = launch._expand(arguments) | {"global_scratch": 0, "profile_scratch": 0}
     return {
         name: value.data_ptr() if isinstance(value, torch.Tensor) else value
@@ -88,7 +88,7 @@ def test_a_dispatch_is_launched_again_with_what_changed(
     fresh_rows = fresh(*second)
     wanted, expected = words(given[1][0]), dict(notes.maps[maps:])
     maps_of = {"rows_desc", "w_desc", "y_desc"} & set(seen)
-    allocated = {"placement.rows", "placement.placed"} & set(seen)  # for each call
+    allocated = {"placement.rows", "placement.placed"} & set(seen)  # allocated in each call
     compared = set(seen) - maps_of - allocated
     assert {name: seen[name] for name in compared} == {name: wanted[name] for name in compared}
     assert (len(maps_of), len(allocated)) == (len(given[0][1]._tables), 2 * config.ordered)

@@ -1,8 +1,8 @@
-"""The embedding kernels, compiled without a GPU by their own launchers: 16 bytes at once, many rows
-in flight, in order.
+"""The embedding kernels, compiled without a GPU by their own launchers: 16 bytes per access, many
+rows in flight, in order.
 
-Nothing is read behind a wait by the kernel of the operator itself (its results are for later
-kernels), so of the lint's rules that of stores before signals is what counts.
+The kernel of the operator itself reads nothing after a wait (its results are for later kernels), so
+the rule of the lint that applies is that of stores before signals.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
 
 
 SUMS = ["sum_rows_kernel", "sum_runs_kernel", *["push_and_sum_kernel", "sum_runs_kernel"] * 2]
-# the second of each by copy engines
+# the second config of each uses copy engines
 NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel", *SUMS]
 
 
@@ -192,8 +192,8 @@ def test_gradients_fit_every_target(target: str, monkeypatch: pytest.MonkeyPatch
 def test_rows_are_loaded_16_bytes_at_once_and_together(
     case: Case, is_fused: bool, target: str
 ) -> None:
-    """All rows of a step are loaded before any is waited for, twice: bags side by side, and a long
-    bag alone."""
+    """All rows of a step are loaded before any is waited for, twice: adjacent bags, and a single
+    long bag."""
     ptx = str(compile_lookup(case, target, is_fused).ptx)
     c = case.config
     loads = c.bags * c.unroll * case.dim * case.dtype.itemsize // 16 // (32 * c.num_warps)
@@ -215,7 +215,7 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
     assert stores and {ins.opcode for ins in stores} == {"st.global.v4.b32"}
     seen = operations(compiled, guarded=())
     assert {ins.line for ins in stores} <= set(seen.stores)
-    # Ready of a peer, or of each where nothing is stored; and done of each.
+    # READY of a peer, or of each where nothing is stored; and DONE of each.
     assert len(seen.signals) >= 2 and len(seen.waits) == 2 * WORLD_SIZE - 1
     assert lint(compiled, guarded=()) == []
 
@@ -235,13 +235,13 @@ def test_gradients_keep_the_protocol() -> None:
         for kernel in (push, both):
             assert lint(kernel, guarded=()) == []
             assert "st.global.v4.b32" in str(kernel.ptx)
-        # Ready of a peer, or of each where there is no ticket; and a group of each source.
+        # READY of a peer, or of each where there is no ticket; and a group of each source.
         assert len(operations(push, guarded=()).waits) == 2 * WORLD_SIZE
         here = ("sys", "gpu")  # the watcher's word is this device's
         lines = str(both.ptx).splitlines()
         waits = operations(both, guarded=(), scopes=here).waits
-        # Triton 3.6 hands a count round through shared memory, as it does the ticket that ends the
-        # loop: no wait, but a count
+        # Triton 3.6 passes a count through shared memory, like the ticket that ends the loop: a
+        # count, not a wait
         assert len([at for at in waits if ".add." not in lines[at - 1]]) == 2 * WORLD_SIZE + 1
         assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
         assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, (
@@ -259,8 +259,8 @@ def test_gradients_keep_the_protocol() -> None:
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_gradients_by_copy_engines_keep_the_protocol(target: str) -> None:
-    """What copy engines bring is awaited as what programs push; and they do not go before all ranks
-    have met."""
+    """Data of copy engines is awaited like pushed data, and they do not start before all ranks have
+    met."""
     _, watched, _, _, _, _, _, both, runs = compile_gradient(target, torch.float32, sums.SGD)
     here = ("sys", "gpu")  # the watcher's word is this device's
     for kernel in (watched, both):
@@ -280,7 +280,7 @@ def test_gradients_by_copy_engines_keep_the_protocol(target: str) -> None:
 
 
 def test_the_lint_would_notice() -> None:
-    """With the CTA barriers taken out, stores race with the signal behind them."""
+    """With the CTA barriers taken out, stores race with the signal after them."""
     for compiled in (
         compile_lookup(CASES[0], "sm_90", True),
         compile_gradient("sm_90", torch.float32, sums.SGD)[0],

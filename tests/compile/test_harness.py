@@ -1,4 +1,4 @@
-"""The cross compiler itself: four targets, resource usage, and a driver left as it was found."""
+"""The cross compiler itself: four targets, resource usage, and a driver that is restored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gluon_copy_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr):
 def barrier_and_sum_kernel(
     source_ptr, destination_ptr, BLOCK: gl.constexpr, INIT: gl.constexpr, INVALIDATE: gl.constexpr
 ):
-    """A barrier that nobody waits on, then a sum over all warps, which takes its memory."""
+    """A barrier without a wait, then a sum over all warps, which reuses its memory."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     if INIT:

@@ -1,4 +1,4 @@
-"""Launches from prepared parameters: the block is laid out as the compiler's PTX says, and a launch
+"""Launches from prepared parameters: the block has the layout of the compiler's PTX, and a launch
 writes what changed."""
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def test_tuples_are_taken_apart() -> None:
     assert list(kinds.items())[:3] == [("pair.0", "i32"), ("pair.1.1", "pointer"), ("last", "i64")]
 
 
-# --- A driver that takes notes ---
+# --- A driver that records calls ---
 
 
 class _Map(bytearray):
-    """Stands for Triton's object around a tensor map."""
+    """Replaces Triton's object around a tensor map."""
 
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Prepares in the harness's driver; ``launches`` are (config, function, addresses of
+    """Prepares in the driver of the harness. ``launches`` are (config, function, addresses of
     parameters)."""
     found = SimpleNamespace(launches=[], maps=[], status=0)
 
@@ -130,7 +130,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 def compiled_by_a_device(arguments: list[Any]) -> Any:
-    """What a launch returns where there is a device: the offline one, with a handle."""
+    """What a launch returns on a device: the offline kernel, with a handle."""
     compiled = every_kind_kernel[(3,)](*arguments)
     compiled.function = FUNCTION
     return compiled
@@ -179,7 +179,7 @@ def test_a_launch_writes_what_changed(notes: SimpleNamespace) -> None:
     kind = (meta["swizzle"], meta["elem_size"], meta["elem_type"])
     assert notes.maps[-1][1] == (*kind, meta["block_size"], [64, 32], [32, 1], 1), "padded with NaN"
     first = seen["desc"]
-    assert first == id(found._maps[0]._made[-1]) + 128, "behind the header"
+    assert first == id(found._maps[0]._made[-1]) + 128, "after the header"
     found((4096, 10), (16384,))
     assert parameters(found, at)["count"] == 10 and parameters(found, at)["desc"] != first
     assert notes.launches[-1][0].stream == STREAM + 1, "the current one"
@@ -286,7 +286,7 @@ def test_registers_are_limited_where_a_compiler_can() -> None:
 
 @pytest.fixture
 def on_a_device(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """``notes``, where launchers prepare what Triton launches."""
+    """``notes``, with launchers that prepare what Triton launches."""
     prepare = launch.prepare
 
     def with_a_device(compiled: Any, *rest: Any) -> launch.Prepared | None:
@@ -303,7 +303,7 @@ def on_a_device(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Simp
 def test_a_matmul_is_launched_again_with_what_changed(
     case: Case, on_a_device: SimpleNamespace
 ) -> None:
-    """Every parameter, by name, is what Triton would have been given for the second call."""
+    """Every parameter, by name, is what Triton would get for the second call."""
     again, first = launch_of(case)
     again(*first)
     assert not on_a_device.launches, "the first one is Triton's"
@@ -314,7 +314,7 @@ def test_a_matmul_is_launched_again_with_what_changed(
     assert prepared is not None
     seen = parameters(prepared, on_a_device.launches[-1][2])
     wanted = launch.flat({**again.fixed, **again._pack(*second).changing()})
-    del wanted["tensors.partials"]  # made by each call
+    del wanted["tensors.partials"]  # allocated by each call
     compared = [name for name in seen if name in wanted and not name.endswith("_desc")]
     groups = {name.partition(".")[0] for name in compared}
     assert groups >= {"tensors", "peers", "sizes", "slot", "num_tiles", "k_blocks"}
@@ -328,8 +328,8 @@ def test_a_matmul_is_launched_again_with_what_changed(
 
 
 def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespace) -> None:
-    """All that the driver is given, by name: at first as Triton was, then what another batch brings
-    and nothing else."""
+    """Everything the driver gets, by name: at first as from Triton, then changed only where the
+    next batch differs."""
     notes = on_a_device
     tables, columns, config = (
         [torch.empty(100, 64) for _ in range(3)],

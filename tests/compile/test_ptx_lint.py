@@ -1,9 +1,9 @@
-"""The lint passes kernels that keep the protocol's order and catches one planted fault each, on
-what this triton emits.
+"""The lint accepts kernels that keep the protocol's order and finds one planted fault each, on the
+output of this triton.
 
-Newer compilers repair some faults themselves (a barrier before a release atomic, a full drain
-behind a descriptor store). Those cases are asserted against the PTX text, so that they hold at both
-ends of the supported range; every rule also has a fault that no compiler repairs.
+Newer compilers repair some faults themselves (a barrier before a release atomic, a full drain after
+a descriptor store). Those cases are asserted against the PTX text, so that they hold at both ends
+of the supported range. Every rule also has a fault that no compiler repairs.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def test_indirect_branches_and_local_labels_are_followed() -> None:
 
 
 def test_partitions_may_share_a_tail() -> None:
-    """As LLVM merges what two partitions end with. The first here is one warp, the second two."""
+    """As LLVM merges equal ends of two partitions. Here the first is one warp, the second two."""
     push = "st.global.b32 [%rd1], %r1; {barrier} red.release.sys.global.add.u32 [%rd2], 1;"
     by_warp, by_two = (
         push.format(barrier="bar.warp.sync -1;"),
@@ -364,7 +364,10 @@ def test_narrower_scopes_are_checked_on_request() -> None:
     body = "st.global.b32 [%rd1], %r1; atom.add.acq_rel.gpu.global.u32 %r2, [%rd2], 1;"
     assert lint_body(body) == []
     assert rules_broken(lint_body(body, scopes=["sys", "gpu"])) == {STORE_BEFORE_SIGNAL}
-    poll = "$L_poll: ld.volatile.global.b32 %r1, [%rd1]; setp.ne.b32 %p1, %r1, 0; @%p1 bra $L_poll; {fence}"
+    poll = (
+        "$L_poll: ld.volatile.global.b32 %r1, [%rd1]; setp.ne.b32 %p1, %r1, 0; @%p1 bra "
+        "$L_poll; {fence}"
+    )
     body = poll + " ld.global.b32 %r2, [%rd2];"
     assert lint_body(body.format(fence=""), scopes=["gpu"], guarded=[1])
     for scope in ("gpu", "sys"):

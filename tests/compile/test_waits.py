@@ -1,5 +1,5 @@
-"""A wait has one barrier, which all warps reach: each polls by itself, so they may be told
-different things."""
+"""A wait has one barrier that all warps reach: each polls by itself, so they may read different
+values."""
 
 from __future__ import annotations
 

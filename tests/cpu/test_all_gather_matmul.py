@@ -1,5 +1,4 @@
-"""all_gather_matmul in worlds of processes: the real kernel, interpreted, over shared host
-memory."""
+"""all_gather_matmul in CPU worlds: the real kernel, interpreted, over shared host memory."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ COPY_ENGINE = MatmulConfig(
 transports = pytest.mark.parametrize(
     "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
 )
-PROGRAMS = 5  # one program does all tiles whole; five leave tiles over, which are cut along K
+# one program computes all tiles whole; five leave remaining tiles, which are cut along K
+PROGRAMS = 5
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -111,8 +111,8 @@ def test_other_configurations(worlds: Worlds, config: MatmulConfig) -> None:
 # --- Time: late ranks, ranks that run ahead, long runs ---
 
 
-# Rows, columns, K and what comes along change from call to call; a shard of 7200 elements goes in
-# four slices.
+# Rows, columns, K and options change from call to call. A shard of 7200 elements is sent in four
+# slices.
 PUSHED = [
     Case(5, 17, 24),
     Case(1, 20, 33),
@@ -146,8 +146,8 @@ def test_many_calls_with_late_ranks(
 
 @pytest.mark.parametrize("config", [COPY_ENGINE, BY_SHARDS], ids=lambda config: config.kernel)
 def test_a_slow_copy_engine(world: World, config: MatmulConfig) -> None:
-    """Copies that take much longer than the kernel: it must not move the epoch that they still have
-    to send."""
+    """Copies that take much longer than the kernel: the kernel must not advance the epoch that they
+    still have to send."""
     world.run(
         parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], config, 10, 0.1, None, slow_copies
     )
@@ -185,7 +185,7 @@ def test_subgroups_through_the_public_call(worlds: Worlds) -> None:
 
 PUBLIC = [
     Case(5, 17, 70, bias=True),
-    Case(64, 9, 40),  # tall enough for the copy engine
+    Case(64, 9, 40),  # enough rows for the copy engine
     Case(12, 1, 16, "float16", bias=True),
     Case(1, 9, 100, "bfloat16"),
 ]
@@ -235,7 +235,7 @@ def test_gradients_in_half_precision(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(
         backward.gradients,
         [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)],
@@ -249,20 +249,20 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
     )
 
 
-def test_what_backward_sends(world: World) -> None:
-    """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered
-    input, and only gx is sent."""
+def test_backward_collectives(world: World) -> None:
+    """Backward keeps the shard and gathers x again, by copy engines concurrently with a fused dual.
+    Or it keeps the gathered input, and sends only gx."""
     case = Case(7, 18, 40, bias=True)
     fused = has_kernel(RS)
     sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
-    world.run(backward.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
+    world.run(backward.backward_collectives, case, {**gathers, **sums}, 7 * 40)
     world.run(
-        backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size)
+        backward.backward_collectives, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size)
     )
 
 
 def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
-    """A gather beside other work: right twice, then one rank stays away, and the others say so."""
+    """A concurrent gather is right twice. Then one rank is absent, and the others name it."""
     shards = [torch.full((3, 8), float(rank)) for rank in range(me.world_size)]
 
     def gather(scale: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
 
 
 @pytest.mark.parametrize("by_shards", [False, True], ids=["whole", "by_shards"])
-def test_a_gather_beside_says_who_is_missing(worlds: Worlds, by_shards: bool) -> None:
+def test_concurrent_gather_timeout_names_the_absent_rank(worlds: Worlds, by_shards: bool) -> None:
     worlds("gloo", 3).run(gathers_without_rank_0, by_shards)
 
 
@@ -298,8 +298,8 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
     )
 
 
-def test_the_same_bits(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.the_same_bits, Case(7, 18, 40, "float16", bias=True))
+def test_same_bits_on_every_call(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.same_bits_twice, Case(7, 18, 40, "float16", bias=True))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

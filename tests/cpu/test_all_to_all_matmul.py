@@ -1,5 +1,5 @@
-"""all_to_all_matmul: what its dual cannot get wrong; the rest of its tests stand in
-``test_matmul_all_to_all.py``."""
+"""all_to_all_matmul: cases that its dual does not have. ``test_matmul_all_to_all.py`` has the other
+tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tileweave.planning.schedules.scatter import Exchange
 def kept(
     me: Member, how: tuple[int, int], config: MatmulConfig, scale: int = 1, dtype: str = "float32"
 ) -> None:
-    """The kernel hands back the exchanged x, which wgrad needs, bit by bit; tiles span sources
-    where there are few rows."""
+    """The kernel returns the exchanged x, which wgrad needs, bit by bit. Tiles span sources where
+    there are few rows."""
     exchange, group = Exchange(*how), dist.group.WORLD
     for number, rows in enumerate((20 * scale, 3 * scale)):
         if config.transport == "copy_engine" and rows < config.tile_m and how[1] == 0:
@@ -61,8 +61,8 @@ def test_the_exchanged_input(worlds: Worlds, how: tuple[int, int], transport: st
     worlds("gloo", 3).run(kept, how, config)
 
 
-def test_parts_that_do_not_fill_a_k_block(worlds: Worlds) -> None:
-    """K blocks end where a source's part ends, and not where K does."""
+def test_parts_smaller_than_a_k_block(worlds: Worlds) -> None:
+    """K blocks end at the end of each source's part, not at the end of K."""
     config = MatmulConfig("triton", "sm", 16, 32, 32, 1, 4, num_slices=4, num_producers=1)
     worlds("gloo", 3).run(
         parity.parity,

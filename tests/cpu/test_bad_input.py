@@ -1,4 +1,4 @@
-"""What does not fit raises and says so; what never comes times out; what dies leaves nothing
+"""Wrong inputs raise and say so, missing peers lead to timeouts, and dead ranks leave nothing
 behind."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tileweave.ops.core.registry import name_of
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport import host_memory
 
-SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
+SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds in which waits time out
 SLACK = 2.0
 CASE = Case(18, 18, 40, bias=True)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
@@ -172,9 +172,9 @@ def ask(me: Member, name: str) -> str:
 
 
 def ask_alone(me: Member, name: str) -> str:
-    """The other ranks do not call: nothing may be sent before an error is found."""
+    """The other ranks do not call: an error must be found before anything is sent."""
     text = ask(me, name) if me.rank == me.world_size - 1 else ""
-    tw.close()  # peers would be told
+    tw.close()  # else peers would learn of the refusal
     return text
 
 
@@ -193,20 +193,20 @@ def a_group_of_others(me: Member) -> None:
     me.barrier()
 
 
-def test_a_group_this_rank_is_not_in(worlds: Worlds) -> None:
+def test_group_without_this_rank_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 3).run(a_group_of_others)
 
 
 def still_usable(me: Member) -> None:
-    """Errors that all ranks have leave nothing half done; those of one alone are told
-    (``test_call_breaks_off.py``)."""
+    """Errors on all ranks leave nothing half done. ``test_call_breaks_off.py`` tests errors of a
+    single rank."""
     for name in ("k_differs", "out_is_strided", "float64"):
         ask(me, name)
-    behind = prepare(CASE, me.rank, me.world_size, me.device, 1)
-    behind.verify("after errors", tw.all_gather_matmul(behind.x, behind.w, behind.bias))
+    later = prepare(CASE, me.rank, me.world_size, me.device, 1)
+    later.verify("after errors", tw.all_gather_matmul(later.x, later.w, later.bias))
 
 
-def test_errors_leave_no_trace(world: World) -> None:
+def test_calls_work_after_errors(world: World) -> None:
     world.run(still_usable)
 
 
@@ -232,7 +232,7 @@ def disagree(me: Member, name: str, odd: int) -> str:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds, name: str, odd: int) -> None:
     texts = worlds("gloo", 3).run(disagree, name, odd)
     assert len(set(texts)) == 1, "the same error on every rank"
     assert f"rank {odd}" in texts[0]
@@ -242,11 +242,11 @@ def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
 
 # --- One rank refuses its own arguments, with TILEWEAVE_DEBUG=1: all raise at once ---
 
-ROWS = {AG: 2 * M, RS: M // 2}  # of a result of two ranks; of others M
+ROWS = {AG: 2 * M, RS: M // 2}  # shapes of a result of two ranks; of other M
 WAYS: dict[str, dict[str, int]] = {op: {"scatter_dim": 0, "gather_dim": 0} for op in (OUT, IN)}
 ONE_BUFFER = torch.zeros(256)
 
-# by whether this rank is the odd one
+# indexed by whether this rank differs from the others
 BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {
     "x_is_a_slice": lambda odd, _: {"x": torch.zeros(M, 2 * K)[:, :K] if odd else x()},
     "x_of_three_dimensions_is_a_slice": lambda odd, _: {
@@ -267,7 +267,7 @@ BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {
 
 
 def refuse_together(me: Member, op: str) -> dict[str, str]:
-    """What each mistake of rank 1 alone is answered with here."""
+    """The error that each mistake of rank 1 alone raises on this rank."""
     said = {}
     with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1", TILEWEAVE_TIMEOUT="3"):
         for name, given in BROKEN.items():
@@ -280,12 +280,12 @@ def refuse_together(me: Member, op: str) -> dict[str, str]:
             me.barrier()
         assert not refusal(
             getattr(tw, op), torch.ones(M, K), torch.ones(N, K), **WAYS.get(op, {})
-        ), "behind all of them"
+        ), "after all of them"
     return said
 
 
 @pytest.mark.parametrize("op", [AG, RS, AR, OUT, IN])
-def test_all_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
+def test_all_ranks_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
     other, own = worlds("gloo", 2).run(refuse_together, op)
     for name in BROKEN:
         assert own[name].startswith("InputError"), (name, own[name])
@@ -298,13 +298,13 @@ def test_all_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
         )
 
 
-# --- Peers that never come ---
+# --- Absent peers ---
 
 
 def call_after(
     me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool
 ) -> dict | None:
-    """Some good calls, then one that ``absent`` takes no part in. What the others see, and after
+    """Make some good calls, then one that ``absent`` skips. Return what the others see, and after
     how long."""
     group = dist.group.WORLD
     for n in range(good_calls):
@@ -367,7 +367,7 @@ def test_a_peer_that_stops_calling(config: MatmulConfig) -> None:
 
 @pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
 def test_a_peer_that_never_calls(debug: bool) -> None:
-    """The first call is collective on the host: that wait is bounded too."""
+    """The first call is collective on the host: that wait is bounded, too."""
     extra = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
     check_timed_out(one_shot("gloo", 3, call_after, 0, 2, None, debug, extra=extra), 2)
 
@@ -376,8 +376,8 @@ def test_a_peer_that_never_calls(debug: bool) -> None:
 
 
 def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str | None:
-    """After two good calls ``victim`` is killed inside a call, at ``event``; the others must come
-    to an end."""
+    """After two good calls ``victim`` is killed inside a call, at ``event``. The others must
+    end."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     group = dist.group.WORLD
@@ -389,7 +389,7 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
             lambda seen, details: os.kill(os.getpid(), signal.SIGKILL) if seen == event else None
         )
     try:
-        # who was signalled before the end may finish that call, and no more than one after it
+        # a rank that was signalled before the end may finish that call, and at most one more
         for n in range(2, 6):
             parity.run(prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
     except tw.PeerTimeout as error:
@@ -403,7 +403,7 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
     [("notify", SM), ("wait", SM), ("waited", COPY_ENGINE)],
     ids=lambda value: getattr(value, "transport", value),
 )
-def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
+def test_killed_rank(event: str, config: MatmulConfig) -> None:
     ends = one_shot(
         "gloo",
         3,
@@ -418,15 +418,17 @@ def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
     for rank in (0, 2):
         assert ends[rank].exit_code == 0, ends[rank].answer
         assert ends[rank].value is not None, f"rank {rank} never noticed"
-    assert "1" in (ends[0].value, ends[2].value), "who waits for the dead rank first names it"
+    assert "1" in (ends[0].value, ends[2].value), (
+        "the first rank that waits for the dead one names it"
+    )
 
 
-# --- What stays behind ---
+# --- Leftovers ---
 
 
 def shared_memory(me: Member) -> None:
-    """A buffer is ours alone, has an unguessable token, cannot be cut short, and stands in no
-    directory."""
+    """A buffer is accessible to its ranks only: it has an unguessable token, cannot be truncated,
+    and is in no directory."""
     tw.close()
     group = dist.group.WORLD
     seen: list[tuple[str, int, int]] = []

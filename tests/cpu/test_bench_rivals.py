@@ -1,4 +1,4 @@
-"""Rivals of the benches give right results, too: what is measured beside us does the same work."""
+"""Baselines of the benchmarks give correct results: they do the same work as the operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def of_an_exchange(me: Member, op: str, dtype: str) -> float:
-    """How far the unfused rival is from the operator's specification, called twice."""
+    """How far the unfused baseline is from the specification of the operator, called twice."""
     made = peers.ExchangePeers(
         Case(
             op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype
@@ -50,17 +50,16 @@ def of_an_exchange(me: Member, op: str, dtype: str) -> float:
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
 @pytest.mark.parametrize("op", [OUT, IN])
-def test_an_exchange_beside_a_matmul_lands_in_order(
-    world: World, op: str, dtype: str, allowed: float
-) -> None:
+def test_exchange_baseline_keeps_order(world: World, op: str, dtype: str, allowed: float) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
 
 
 # --- torch's own ---
 
 
-def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
-    """Its default copies the own shard into a gathered result, which nobody asks our call for."""
+def test_torch_fused_matmul_returns_no_gathered_input() -> None:
+    """By default torch copies the own shard into a gathered result, which our call does not return
+    unless asked."""
     rival, symmetric = mock.Mock(), torch.zeros(4, 8)
     made = mock.Mock(
         operands=mock.Mock(x=torch.ones(4, 8)),
@@ -73,7 +72,7 @@ def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
     assert torch.equal(symmetric, torch.ones(4, 8))
 
 
-def test_this_torch_knows_how_to_be_asked() -> None:
+def test_torch_fused_matmul_has_the_option() -> None:
     import torch.distributed._symmetric_memory  # registers it
 
     schema = str(torch.ops.symm_mem.fused_all_gather_matmul.default._schema)
@@ -83,11 +82,11 @@ def test_this_torch_knows_how_to_be_asked() -> None:
 # --- Experts by an all-gather and a reduce-scatter ---
 
 
-def undefined_behind(
+def undefined_after_the_last_expert(
     rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """A grouped matmul whose rows behind the last one are NaN: on a GPU they are whatever stood
-    there."""
+    """A grouped matmul whose rows after the last expert are NaN: on a GPU they are
+    uninitialized."""
     out = torch.full((rows.shape[0], weights.shape[1]), math.nan)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         out[begin:end] = rows[begin:end] @ weights[expert].t()
@@ -95,15 +94,15 @@ def undefined_behind(
 
 
 def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
-    """How far the rival is from the operator's specification, over every routing; how many
-    routings."""
+    """How far the baseline is from the specification of the operator, over every routing; and the
+    number of routings."""
     case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
     made = experts.ExpertPeers(
         case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5
     )
     assert list(made.functions) == [experts.GATHERED] and group is not None
     found = []
-    with mock.patch.object(reference, "grouped_matmul", undefined_behind):
+    with mock.patch.object(reference, "grouped_matmul", undefined_after_the_last_expert):
         for _ in made.sets:
             got = made.gathered()
             r = made.sets[made.turn]
@@ -126,7 +125,7 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "bounds"])
 @pytest.mark.parametrize(("cols", "zipf"), [(24, True), (512, False)])
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_gathered_experts_are_right(
+def test_gathered_experts_baseline_is_correct(
     world: World, op: str, graph: bool, cols: int, zipf: bool
 ) -> None:
     width, hidden = (cols // 2, 16) if op == DISPATCH else (16, cols)
@@ -138,8 +137,8 @@ def test_gathered_experts_are_right(
 
 
 def a_wrong_rival(me: Member, op: str) -> float:
-    """What a case's check finds where the rival alone is wrong, by a row that is not the
-    token's."""
+    """What the check of a case finds where only the baseline is wrong, by a row of another
+    token."""
     case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
     made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
     with torch.no_grad():
@@ -149,5 +148,5 @@ def a_wrong_rival(me: Member, op: str) -> float:
 
 
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_a_case_is_wrong_where_a_rival_is(worlds: Worlds, op: str) -> None:
+def test_case_is_wrong_where_a_baseline_is_wrong(worlds: Worlds, op: str) -> None:
     assert max(worlds("gloo", 2).run(a_wrong_rival, op)) > 0.1

@@ -1,4 +1,4 @@
-"""Calls behind an error, behind another mode of torch, and groups that are no more; two ranks."""
+"""Calls after an error or after another mode of torch, and destroyed groups; two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(worlds: Worlds):
 
 
 def error_of_gradient(me: Member, seed: int) -> float:
-    """Of the weight, whose gradient reads x of both ranks."""
+    """Gradient of the weight, which reads x of both ranks."""
     draw = torch.Generator().manual_seed(seed)
     xs, w, c = (torch.randn(*shape, generator=draw) for shape in ((2, 4, 16), (8, 16), (8, 8)))
     w.requires_grad_()
@@ -36,8 +36,8 @@ def error_of_gradient(me: Member, seed: int) -> float:
     return float((w.grad - c.t() @ xs.view(8, 16)).norm() / w.grad.norm())
 
 
-def gradients_behind_an_error(me: Member) -> list[float]:
-    """Memory runs out between a gather's sending and its wait; then a peer's copies are late."""
+def gradients_after_an_error(me: Member) -> list[float]:
+    """Memory runs out between sending and waiting of a gather. Then copies of a peer are late."""
     before = error_of_gradient(me, 1)
     out_of_memory = mock.patch.object(
         operator, "multiply_and_scatter", side_effect=torch.OutOfMemoryError
@@ -54,11 +54,11 @@ def gradients_behind_an_error(me: Member) -> list[float]:
         return [before, *(error_of_gradient(me, seed) for seed in (3, 4))]
 
 
-def test_a_gather_that_an_error_left_is_waited_for(world) -> None:
-    assert max(max(errors) for errors in world.run(gradients_behind_an_error)) < 1e-5
+def test_gather_left_by_an_error_is_waited_for(world) -> None:
+    assert max(max(errors) for errors in world.run(gradients_after_an_error)) < 1e-5
 
 
-def calls_behind_growth_that_failed(me: Member) -> list[str]:
+def calls_after_failed_growth(me: Member) -> list[str]:
     w, found = torch.ones(8, 16), []
     tw.close()
 
@@ -79,13 +79,13 @@ def calls_behind_growth_that_failed(me: Member) -> list[str]:
     return [*found, rows_of(4), rows_of(40)]
 
 
-def test_smaller_calls_work_behind_growth_that_failed(world) -> None:
-    """As its error says: for sums of ones, 2 R rows x 8 columns x 16."""
+def test_smaller_calls_work_after_failed_growth(world) -> None:
+    """As the error says: for sums of ones, 2 R rows x 8 columns x 16."""
     wanted = ["1024.0", "UnsupportedError", "1024.0", "10240.0"]
-    assert world.run(calls_behind_growth_that_failed) == [wanted] * 2
+    assert world.run(calls_after_failed_growth) == [wanted] * 2
 
 
-def training_behind_inference(me: Member) -> float:
+def training_after_inference(me: Member) -> float:
     layer = tw.nn.ColumnParallelLinear(16, 8)
     tw.close()
     with torch.inference_mode():
@@ -95,12 +95,12 @@ def training_behind_inference(me: Member) -> float:
     return float(layer.weight.grad.min())
 
 
-def test_memory_grows_behind_inference_mode(world) -> None:
-    assert world.run(training_behind_inference) == [80.0] * 2
+def test_memory_grows_after_inference_mode(world) -> None:
+    assert world.run(training_after_inference) == [80.0] * 2
 
 
 def frozen_bags(me: Member) -> list[object]:
-    """One table, so one rank has none and cannot see that it is frozen."""
+    """There is one table, so one rank has none and cannot see that it is frozen."""
     bags = ShardedEmbeddingBag([TableSpec("t", 6, 4, 1.0)])
     lengths, values, found = torch.ones(3, dtype=torch.int64), torch.arange(3), []
     holder = torch.nn.Sequential(bags)
@@ -113,7 +113,7 @@ def frozen_bags(me: Member) -> list[object]:
     return [*found, sorted(bags.state_dict()), len(list(bags.parameters()))]
 
 
-def test_a_rank_without_tables_learns_that_others_are_frozen(world) -> None:
+def test_rank_without_tables_knows_that_others_are_frozen(world) -> None:
     with_table, without = sorted(world.run(frozen_bags), key=lambda found: -len(found[2]))
     assert with_table == [False, True, ["weight_0"], 1] and without == [False, True, [], 1]
 
@@ -133,7 +133,7 @@ def wrong_width(me: Member) -> str:
         return "" if torch.equal(sums, moe(x)) else "sums depend on the default dtype"
 
 
-def test_widths_and_sums_of_experts(world) -> None:
+def test_experts_refuse_wrong_widths_and_ignore_default_dtype(world) -> None:
     assert world.run(wrong_width) == ["", ""]
 
 
@@ -149,5 +149,5 @@ def groups_held(me: Member) -> int:
     return len(REGISTRY._groups) - before
 
 
-def test_destroyed_groups_are_let_go(world) -> None:
+def test_destroyed_groups_are_freed(world) -> None:
     assert world.run(groups_held) == [0, 0]

@@ -1,5 +1,5 @@
-"""Calls that break off on some ranks for a reason of their own: nothing of another call passes for
-their data; two ranks."""
+"""Calls that fail on some ranks for a local reason: no data of another call is taken for theirs;
+two ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTS = {
     "matmul_reduce_scatter": scatter_host,
     "matmul_all_reduce": all_reduce_host,
 }
-# copies, copies, in the kernel
+# transports: copies, copies, in the kernel
 CALLS = (("all_gather_matmul", 128), ("matmul_reduce_scatter", 128), ("matmul_all_reduce", 2))
 
 
@@ -36,7 +36,7 @@ def world(worlds: Worlds):
 
 
 def step(me: Member, op: str, rows: int, seed: int) -> str:
-    """One call on data of ``seed``: "right", "WRONG", or the name of what it raised."""
+    """One call on data of ``seed``: "right", "WRONG", or the name of the error."""
     draw = torch.Generator().manual_seed(seed)
     rows = rows if op == "all_gather_matmul" else 2 * rows
     xs, ws = (torch.randint(-3, 4, (2, size, 16), generator=draw).float() for size in (rows, 8))
@@ -55,7 +55,7 @@ def step(me: Member, op: str, rows: int, seed: int) -> str:
 
 @contextmanager
 def breaks_off(op: str, where: str) -> Iterator[None]:
-    """Inside, calls of ``op`` end in an error that only this rank knows of."""
+    """Inside, calls of ``op`` end in an error that only this rank knows."""
     with ExitStack() as patches:
         if where == "no memory for the result":
             patches.enter_context(
@@ -65,7 +65,7 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
             patches.enter_context(
                 mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError)
             )
-        elif where == "no memory behind begin":
+        elif where == "no memory after begin":
             patches.enter_context(
                 mock.patch.object(CpuTransport, "order", side_effect=torch.OutOfMemoryError)
             )
@@ -81,11 +81,11 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
 
 
 REFUSES = {"refused": "_as_called", "refused in the operator": "accept"}
-WHERE = ("no memory for the result", "no memory behind begin", "interrupted", *REFUSES)
+WHERE = ("no memory for the result", "no memory after begin", "interrupted", *REFUSES)
 
 
 def within_a_second(me: Member, body: Callable[..., list[str]], *arguments: object) -> list[str]:
-    """A time-out is read when a workspace is made."""
+    """The timeout is read when a workspace is created."""
     tw.close()
     with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="1"):
         found = body(me, *arguments)
@@ -99,7 +99,7 @@ def one_rank_goes_on(me: Member, op: str, rows: int, where: str) -> list[str]:
         if me.rank == 0:
             patches.enter_context(breaks_off(op, where))
         found.append(step(me, op, rows, 2))
-    # as a loop does that catches it and takes the next batch
+    # as a loop that catches it and takes the next batch
     while found[-1] == "right" or (me.rank == 0 and len(found) == 3):
         found.append(step(me, op, rows, len(found)))
         if len(found) > 8:
@@ -109,7 +109,7 @@ def one_rank_goes_on(me: Member, op: str, rows: int, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_who_goes_on_behind_a_call_that_broke_off_is_refused(
+def test_mismatch_raises_after_a_call_broke_off_on_one_rank(
     world, op: str, rows: int, where: str
 ) -> None:
     for rank, found in enumerate(world.run(within_a_second, one_rank_goes_on, op, rows, where)):
@@ -127,9 +127,11 @@ def both_go_on(me: Member, op: str, rows: int, places: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("places", [(0, 0), (1, 1), (0, 1)], ids=["before", "in", "before and in"])
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_ranks_that_all_broke_off_go_on(world, op: str, rows: int, places: tuple[int, int]) -> None:
-    """Where all do before they have begun, which is where most memory is asked for; else who begins
-    second is told."""
+def test_calls_work_after_all_ranks_broke_off(
+    world, op: str, rows: int, places: tuple[int, int]
+) -> None:
+    """All ranks fail before they have begun, which is where most memory is allocated. Otherwise the
+    rank that begins second raises."""
     for found in world.run(
         within_a_second, both_go_on, op, rows, [WHERE[place] for place in places]
     ):
@@ -147,14 +149,14 @@ def first_call_breaks_off(me: Member, op: str, rows: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_a_first_call_that_broke_off(world, op: str, rows: int) -> None:
+def test_first_call_broken_off_on_one_rank(world, op: str, rows: int) -> None:
     for rank, found in enumerate(world.run(within_a_second, first_call_breaks_off, op, rows)):
         assert "WRONG" not in found and found[-1] == "right", (rank, found)
         assert found[1 - rank] == "RankMismatchError" or "PeerTimeout" in found, (rank, found)
 
 
 def one_rank_goes_on_unfused(me: Member) -> list[str]:
-    """Ranks compare on the host before each call, so who is refused is refused at once."""
+    """Ranks compare calls on the host before each call, so a mismatch is raised within a second."""
     with unfused(me), mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="5"):
         found = [step(me, op, 4, 0) for op, _ in CALLS]
         for both in (True, False):
@@ -168,7 +170,7 @@ def one_rank_goes_on_unfused(me: Member) -> list[str]:
         return [*found, step(me, "all_gather_matmul", 4, 3)]
 
 
-def test_unfused_calls_that_broke_off(world) -> None:
+def test_unfused_call_broken_off_on_one_rank(world) -> None:
     first, second = world.run(one_rank_goes_on_unfused)
     assert first == [
         *["right"] * 3,
@@ -189,15 +191,15 @@ def one_rank_captures(me: Member, op: str) -> list[str]:
 
 
 @pytest.mark.parametrize("op", [op for op, rows in CALLS if rows == 128])
-def test_ranks_capture_alike(world, op: str) -> None:
-    """A graph freezes its slot, so the others would write to another one, or read it."""
+def test_capture_on_one_rank_raises(world, op: str) -> None:
+    """A graph freezes its slot, so the other ranks would write to another slot, or read it."""
     for rank, found in enumerate(world.run(within_a_second, one_rank_captures, op)):
         assert "WRONG" not in found and found[-1] == "right", (rank, found)
         assert "RankMismatchError" in found or "PeerTimeout" in found, (rank, found)
 
 
 def refuse_alone(me: Member, debug: str, tracing: bool) -> float:
-    """The other rank does not call, and is told in vain, if at all."""
+    """The other rank does not call, so that this one would report its error in vain."""
     x = torch.zeros(2, 16)[:, :8]  # not contiguous
     patches, began = (
         mock.patch.dict(os.environ, TILEWEAVE_DEBUG=debug, TILEWEAVE_TIMEOUT="2"),
@@ -215,7 +217,7 @@ def refuse_alone(me: Member, debug: str, tracing: bool) -> float:
 @pytest.mark.parametrize(
     ("debug", "tracing", "waits"), [("0", False, False), ("1", True, False), ("1", False, True)]
 )
-def test_who_refuses_alone_waits_if_debugging(
+def test_refusing_rank_waits_for_peers_if_debugging(
     world, debug: str, tracing: bool, waits: bool
 ) -> None:
     assert (world.run(refuse_alone, debug, tracing)[1] > 1) == waits

@@ -1,5 +1,5 @@
-"""Calls that a rank gives up on the host, or that only it needs memory for: no later call stands
-for them; every operator."""
+"""Calls that a rank gives up on the host, or that need memory on one rank only: no later call is
+taken for them; every operator."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SECONDS, SLACK = 2.0, 2.0
 DEPTH, COLS = 16, 8
 VICTIM = 1
 REFUSED = {"RankMismatchError", "PeerTimeout"}
-IN_STEP = REFUSED | {"right"}  # where all ranks have been refused in the same call, they may go on
+IN_STEP = REFUSED | {"right"}  # where all ranks were refused in the same call, they may go on
 Attempt = Callable[[float, bool], torch.Tensor]
 
 
 def matmul(op: str, summed: bool = False, **options: int) -> Callable[[Member], Attempt]:
-    """``summed``: over R * K products."""
+    """``summed``: the sum is over R * K products."""
 
     def prepare(me: Member) -> Attempt:
         products = DEPTH * me.world_size if summed else DEPTH
@@ -52,7 +52,7 @@ def dispatch(me: Member) -> Attempt:
     experts = torch.ones(2, COLS, DEPTH)
 
     def call(value: float, large: bool) -> torch.Tensor:
-        tokens = 200 if large else 4  # whose routes do not fit either
+        tokens = 200 if large else 4  # the routes do not fit either
         y, plan = tw.dispatch_grouped_matmul(
             torch.full((tokens, DEPTH), value), experts, ids_of(me, tokens)
         )
@@ -62,7 +62,7 @@ def dispatch(me: Member) -> Attempt:
 
 
 def combine(me: Member) -> Attempt:
-    """Behind plans that all ranks have made, of few and of many tokens."""
+    """After all ranks have made plans, of few and of many tokens."""
     experts = torch.ones(2, COLS, DEPTH)
     made = [
         tw.dispatch_grouped_matmul(torch.ones(n, DEPTH), torch.ones(2, DEPTH, DEPTH), ids_of(me, n))
@@ -102,8 +102,8 @@ OPS: dict[str, Callable[[Member], Attempt]] = {
 
 
 def step(call: Attempt, value: float, large: bool = False) -> tuple[str, float]:
-    """One call on data of ``value`` on every rank: "right", "WRONG", or the name of what it raised;
-    and the seconds it took."""
+    """One call on data of ``value`` on every rank: "right", "WRONG", or the name of the error; and
+    its duration in seconds."""
     started = time.monotonic()
     try:
         y = call(value, large)
@@ -118,13 +118,13 @@ def step(call: Attempt, value: float, large: bool = False) -> tuple[str, float]:
 def steps(
     me: Member, op: str, fault: Callable[[Member, Attempt], tuple[str, float]], warm: bool
 ) -> list[tuple[str, float]]:
-    """A good call; the fault; two calls as if nothing had been; and, behind ``tw.close()``, a good
-    one."""
+    """A good call; the fault; two calls as if nothing had happened; and, after ``tw.close()``, a
+    good one."""
     tw.close()
-    step(OPS[op](me), 1.0)  # imports and compiles: nobody is late for that
+    step(OPS[op](me), 1.0)  # imports and compiles first, so that no rank is late
     tw.close()
     me.barrier()
-    # who has closed waits longer; here a first call is that of a process
+    # a closed rank waits longer; a first call here is that of a new process
     rendezvous._CLOSED.clear()
     with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT=str(SECONDS)):
         call = OPS[op](me)
@@ -140,7 +140,7 @@ def steps(
 def check_refused(
     found: list[list[tuple[str, float]]], first: set[str], later: set[str] = REFUSED
 ) -> None:
-    """``first``: what the fault may look like. ``later``: the calls behind it, until the workspace
+    """``first``: what the fault may raise. ``later``: the same of later calls, until the workspace
     is closed."""
     for rank, each in enumerate(found):
         *_, (fault, taken), (next_one, _), (last, _), (closed, _) = each
@@ -158,7 +158,7 @@ def all_but_one_grow(me: Member, call: Attempt) -> tuple[str, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("op", OPS)
-def test_memory_that_one_rank_needs(worlds: Worlds, op: str, size: int) -> None:
+def test_growth_needed_by_one_rank(worlds: Worlds, op: str, size: int) -> None:
     found = worlds("gloo", size).run(steps, op, one_rank_grows, True)
     assert all(each[0][0] == "right" for each in found), found
     check_refused(found, {"RankMismatchError"})
@@ -167,7 +167,7 @@ def test_memory_that_one_rank_needs(worlds: Worlds, op: str, size: int) -> None:
 @pytest.mark.parametrize(
     "op", ["all_gather_matmul", "dispatch_grouped_matmul", "embedding_bag_all_to_all"]
 )
-def test_memory_that_one_rank_does_not_need(worlds: Worlds, op: str) -> None:
+def test_growth_not_needed_by_one_rank(worlds: Worlds, op: str) -> None:
     check_refused(worlds("gloo", 3).run(steps, op, all_but_one_grow, True), {"RankMismatchError"})
 
 
@@ -180,7 +180,7 @@ def comes_too_late(me: Member, call: Attempt) -> tuple[str, float]:
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_first_call_that_peers_gave_up(worlds: Worlds, op: str, interpreted: bool) -> None:
+def test_first_call_given_up_by_peers(worlds: Worlds, op: str, interpreted: bool) -> None:
     if op == "grouped_matmul_combine" and interpreted:
         pytest.skip("its plan comes of a call before it")
     check_refused(
@@ -191,7 +191,7 @@ def test_a_first_call_that_peers_gave_up(worlds: Worlds, op: str, interpreted: b
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_unfused_calls_that_peers_gave_up(worlds: Worlds, size: int) -> None:
+def test_unfused_call_given_up_by_peers(worlds: Worlds, size: int) -> None:
     check_refused(
         run_either(worlds("gloo", size), False, steps, "matmul_all_reduce", comes_too_late, True),
         REFUSED,
@@ -200,7 +200,7 @@ def test_unfused_calls_that_peers_gave_up(worlds: Worlds, size: int) -> None:
 
 
 def fails_in(me: Member, call: Attempt, where: str) -> tuple[str, float]:
-    """All ranks need more memory, or a new kernel; on one of them that fails, and no other rank
+    """All ranks need more memory or a new kernel. On one rank that fails, and no other rank
     knows."""
     with ExitStack() as patches:
         if me.rank == VICTIM:
@@ -221,7 +221,7 @@ def fails_in_allocation(me: Member, call: Attempt) -> tuple[str, float]:
     return fails_in(me, call, "allocate")
 
 
-def fails_behind_mapping(me: Member, call: Attempt) -> tuple[str, float]:
+def fails_after_mapping(me: Member, call: Attempt) -> tuple[str, float]:
     return fails_in(me, call, "_table")
 
 
@@ -236,7 +236,7 @@ def fails_to_launch(me: Member, call: Attempt) -> tuple[str, float]:
 FAILURES = (
     fails_in_barrier,
     fails_in_allocation,
-    fails_behind_mapping,
+    fails_after_mapping,
     fails_to_compile,
     fails_to_launch,
 )
@@ -244,7 +244,7 @@ FAILURES = (
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", FAILURES, ids=lambda fault: fault.__name__)
-def test_what_fails_on_one_rank(
+def test_failure_on_one_rank(
     worlds: Worlds, fault: Callable[[Member, Attempt], tuple[str, float]], size: int
 ) -> None:
     check_refused(

@@ -1,4 +1,4 @@
-"""The natural way on behind a fault: `except: tw.close()`, and the same call again, on every rank,
+"""The usual recovery after a fault: `except: tw.close()`, and the same call again, on every rank,
 whenever each gets there."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def call(me: Member, number: int, case: Case = CASE) -> None:
 
 
 def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]) -> list[str]:
-    """What each attempt said, to the first that said nothing."""
+    """Errors of all attempts, up to the first that succeeds."""
     said: list[str] = []
     while len(said) < attempts and (not said or said[-1]):
         said.append(refusal(attempt, len(said)))
@@ -36,7 +36,7 @@ def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]
 
 
 def raises_once(me: Member, what: str) -> dict[str, object]:
-    """Rank 1 raises in the first attempt, before its call; every rank closes and calls again."""
+    """Rank 1 raises in the first attempt, before its call. Every rank closes and calls again."""
     if what != "first call":
         call(me, 0)
         me.barrier()
@@ -74,15 +74,16 @@ def check_raised_once(
     return [each["said"][0] for each in found]
 
 
-def test_behind_a_fault_in_a_kernel() -> None:
-    """Rank 1 makes memory again at once; its peers come when their waits for data have run out."""
+def test_retry_after_a_fault_in_a_kernel() -> None:
+    """Rank 1 allocates memory again immediately. Its peers follow when their waits for data have
+    timed out."""
     for rank, text in enumerate(check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",))):
         assert rank == VICTIM or "epoch" in text
 
 
-def test_where_memory_grows() -> None:
-    """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it
-    goes on waiting."""
+def test_retry_where_memory_grows() -> None:
+    """Rank 1 creates a workspace while its peers wait for it in theirs. They raise immediately, and
+    it goes on waiting."""
     said = check_raised_once("growth", ("PeerTimeout: mapping symmetric memory",))
     assert all(
         f"rank {VICTIM}, which has closed its workspace" in text
@@ -91,24 +92,23 @@ def test_where_memory_grows() -> None:
     )
 
 
-def test_before_the_first_call() -> None:
-    """Who raised has left nothing: called again in time, it is late, and no more."""
+def test_retry_before_the_first_call() -> None:
+    """A rank that raised leaves nothing behind: if it calls again in time, it is merely late."""
     check_raised_once("first call", ("",))
 
 
-def test_where_calls_are_compared() -> None:
+def test_retry_where_calls_are_compared() -> None:
     check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",), {"TILEWEAVE_DEBUG": "1"})
 
 
-def test_unfused() -> None:
-    """A collective that was given up would stay in torch's group, and end the process when the next
-    one comes."""
+def test_retry_unfused() -> None:
+    """A collective that was given up would stay in torch's group, and end the process in the next
+    one."""
     check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
 
 
 def comes_late(me: Member, interpreted: bool) -> list[str]:
-    """Rank 1 goes its way for longer than anybody waits; then all call again as soon as they
-    can."""
+    """Rank 1 is busy for longer than any rank waits. Then all call again as soon as they can."""
     call(me, 0)
     me.barrier()
 
@@ -133,17 +133,17 @@ def check_late(interpreted: bool) -> list[list[str]]:
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     said = [end.value for end in ends]
     assert said[VICTIM] == ["TileweaveError: planted", ""], (
-        "who comes late goes on to where its peers are"
+        "a late rank goes on to where its peers are"
     )
     return [said[rank] for rank in range(3) if rank != VICTIM]
 
 
-def test_ranks_that_gave_up_before_the_last_one_came() -> None:
+def test_retry_of_ranks_that_gave_up_before_the_last_arrived() -> None:
     for *failed, right in check_late(True):
         assert right == "" and all(text.startswith("PeerTimeout: ") for text in failed), failed
 
 
-def test_unfused_calls_given_up_before_the_last_one_came() -> None:
+def test_retry_of_unfused_calls_given_up_before_the_last_arrived() -> None:
     for *failed, right in check_late(False):
         assert right == "" and failed
         for text in failed:
@@ -155,7 +155,7 @@ def test_unfused_calls_given_up_before_the_last_one_came() -> None:
 
 
 def meets_alone(me: Member) -> list[str]:
-    """Several meetings that rank 1 gave up, one behind the other; then the others come, once."""
+    """Rank 1 gives up several meetings in a row. Then the others arrive, once."""
     group, x, w = dist.group.WORLD, torch.ones(4, 8), torch.ones(4, 8)
     call(me, 0)
     me.barrier()
@@ -166,7 +166,7 @@ def meets_alone(me: Member) -> list[str]:
     return called_until_right(me, 6, lambda number: tw.all_gather_matmul(x, w, group=group))
 
 
-def test_texts_of_who_gave_up_are_not_taken_for_new() -> None:
+def test_texts_of_abandoned_meetings_are_ignored() -> None:
     ends = one_shot("gloo", 3, meets_alone, extra=ALIVE, timeout=60)
     first, *others = [ends[rank].value for rank in (VICTIM, 0, 2)]
     assert others == [[""], [""]], others

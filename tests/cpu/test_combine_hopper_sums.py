@@ -1,11 +1,11 @@
-"""The sums of the Hopper kernel of grouped_matmul_combine, its Gluon source interpreted as Triton;
-see ``tests/support/gluon_as_triton.py``."""
+"""The sums of the Hopper kernel of grouped_matmul_combine: its Gluon source, interpreted as Triton.
+See ``tests/support/gluon_as_triton.py``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.support import gluon_as_triton as twins
+from tests.support import gluon_as_triton
 from tests.support.experts import Case
 from tests.support.worlds import Worlds
 
@@ -23,28 +23,30 @@ ROUTINGS = (
     "one_rank",
     "empty_experts",
     "holes",
-    "nobody",
+    "no_choices",
     "repeated",
 )
 CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
-# more rows of a token than are asked for at once
+# more rows per token than are loaded at once
 LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)
 
 
-def test_sums_of_two_warps(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(twins.parity, [*CASES, LONG], [TWO_WARPS])
+def test_combine_sums_of_two_warps(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(gluon_as_triton.parity, [*CASES, LONG], [TWO_WARPS])
 
 
-def test_sums_of_eight_warps(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(twins.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS])
+def test_combine_sums_of_eight_warps(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(
+        gluon_as_triton.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS]
+    )
 
 
-def test_sums_of_many_chunks(worlds: Worlds) -> None:
-    """Own blocks among those for peers, behind them, or none."""
+def test_combine_sums_of_many_chunks(worlds: Worlds) -> None:
+    """Blocks of this rank between those for peers, after them, or none."""
     few, many = (replace(TWO_WARPS, chunks=chunks, block_tokens=2, tile_n=16) for chunks in (3, 5))
     cases = [replace(SMALL, tokens=(11, 0, 3), cols=70), replace(SMALL, tokens=(4, 5), cols=90)]
-    worlds("gloo", 3).run(twins.parity, cases, [few, many])
+    worlds("gloo", 3).run(gluon_as_triton.parity, cases, [few, many])
 
 
-def test_sums_without_weights(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(twins.parity, [SMALL, LONG], [TWO_WARPS], False)
+def test_combine_sums_without_weights(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(gluon_as_triton.parity, [SMALL, LONG], [TWO_WARPS], False)

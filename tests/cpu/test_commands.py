@@ -65,7 +65,7 @@ def test_a_failing_rank_fails_the_world(body, said: str) -> None:
         launch(body, world_size=2, device_type="cpu", seconds=60)
 
 
-def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
+def check_with_a_wrong_rank(me: Member, wrong_rank: int) -> list[object]:
     from tileweave.bench.samples import samples_of
     from tileweave.commands.check import check
 
@@ -75,7 +75,7 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
     def lie(self, *args, **named):
         result = call(self, *args, **named)
         made[0] += 1
-        if me.rank == liar and made[0] == 5:
+        if me.rank == wrong_rank and made[0] == 5:
             result[0].view(-1)[-1] += 1000
         return result
 
@@ -86,10 +86,10 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
         return check(me, 4)
 
 
-def test_a_check_says_that_one_rank_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_a_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from tileweave.commands import app as cli
 
-    rows = launch(check_with_one_that_lies, 1, world_size=2, device_type="cpu", seconds=60)
+    rows = launch(check_with_a_wrong_rank, 1, world_size=2, device_type="cpu", seconds=60)
     assert [row.right for row in rows] == [False, True, True]
     monkeypatch.setattr(cli, "launch", lambda *_, **__: rows)
     assert invoke("check", "--world", "2", "--device", "cpu", code=1).count("WRONG") == 1
@@ -146,7 +146,9 @@ def test_bench(tmp_path: Path, op: str, world: str) -> None:
         ("embedding_bag_all_to_all", "cat", [], 0),
     ],
 )
-def test_a_bench_says_who_is_no_rival(op: str, peers: str, strangers: list[str], code: int) -> None:
+def test_bench_names_baselines_that_cannot_run(
+    op: str, peers: str, strangers: list[str], code: int
+) -> None:
     output = invoke(
         "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code
     )
@@ -166,8 +168,8 @@ def paths_of_a_stress(me: Member) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("interpreted", "path"), [("1", "library sm 16x32, triton sm 16x32"), ("0", "unfused")]
 )
-def test_a_stress_knows_its_paths(interpreted: str, path: str) -> None:
-    """Where kernels are not interpreted, what ranks without GPUs call is torch."""
+def test_stress_reports_its_paths(interpreted: str, path: str) -> None:
+    """Where kernels are not interpreted, ranks without GPUs call torch."""
     extra = {"TRITON_INTERPRET": interpreted}
     paths = launch(paths_of_a_stress, world_size=2, device_type="cpu", seconds=60, extra=extra)
     assert paths["matmul_all_reduce"] == path

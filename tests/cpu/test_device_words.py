@@ -1,4 +1,4 @@
-"""The device words by themselves, in a user's own kernel: what docs promise outside this library's
+"""Device functions in a user's own kernel: what the documentation promises outside of the
 operators."""
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def exchange_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every rank puts its elements at every peer, waits for theirs, and gets them again from the
-    peer's own slot."""
+    """Every rank stores its elements at every peer, waits for theirs, and copies them out of its
+    slot."""
     epoch = load_epoch(control)
     slot = (epoch & 1) * slot_size
     for i in tl.static_range(1, WORLD_SIZE):
@@ -115,8 +115,8 @@ def meet_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.con
 
 
 def meetings(me: Member) -> None:
-    """Nobody passes before all have come; a rank that is a call further has given the others up,
-    and they say so."""
+    """No rank passes before all have arrived. A rank that is a call ahead has given up the others,
+    and they report it."""
     instance = Instance("meet", CpuTransport(dist.group.WORLD))
     where = (instance.signal_table, instance.signals, instance.control, instance.report, me.rank)
     for call in range(1, 4):
@@ -126,13 +126,13 @@ def meetings(me: Member) -> None:
         began = time.monotonic()
         meet_kernel[(1,)](*where, WORLD_SIZE=me.world_size)
         waited = time.monotonic() - began
-        assert me.rank == call % me.world_size or waited > 0.05, "the others wait for who is late"
+        assert me.rank == call % me.world_size or waited > 0.05, "the others wait for the late rank"
     words = instance.signals[MAX_SLICES * me.world_size :][: me.world_size]
     assert words.tolist() == [3] * me.world_size
     me.barrier()
     if me.rank == 0:
         words.fill_(4)
-        words[1] = 7  # as after time-outs: rank 1 is in call 7, this one in call 4
+        words[1] = 7  # as after timeouts: rank 1 is in call 7, this one in call 4
         with pytest.raises(Exception, match="expected 4, saw 7"):
             meet_kernel[(1,)](*where, WORLD_SIZE=me.world_size)
         with pytest.raises(PeerTimeout, match="rank 1") as caught:
@@ -142,12 +142,12 @@ def meetings(me: Member) -> None:
     instance.transport.close()
 
 
-def test_meetings(world: World) -> None:
+def test_ranks_meet_before_they_pass(world: World) -> None:
     world.run(meetings)
 
 
 def exchange(me: Member, size: int, calls: int) -> None:
-    """Rank 0 sleeps behind each wait: the others run ahead, into the other slot, and must not touch
+    """Rank 0 sleeps after each wait. The others run ahead, into the other slot, and must not touch
     this one."""
     from tileweave.device.interpreter.words import OBSERVERS
 
@@ -204,7 +204,7 @@ def exchange(me: Member, size: int, calls: int) -> None:
     instance.transport.close()
 
 
-def test_exchange(world: World) -> None:
+def test_exchange_through_slots(world: World) -> None:
     world.run(exchange, 21, 12)
 
 
@@ -255,22 +255,23 @@ def the_last_program_advances_the_epoch(me: Member) -> None:
         assert int(instance.control[LEAVERS]) == 0
 
 
-def who_leaves_last_knows_of_a_fault(me: Member) -> None:
-    """Also if it has read FAULT before that was set: the count of who left says so."""
+def last_program_sees_a_fault(me: Member) -> None:
+    """Also if it has read FAULT before that was set: the count of programs that have left says
+    so."""
     instance, table = one_rank(me), torch.zeros(2, dtype=torch.int64)
     instance.control[TABLES : TABLES + 4] = torch.tensor([table.data_ptr()] * 2).view(torch.int32)
     instance.control[TABLE_RANKS], instance.control[TABLE_RANK] = 2, 0
     for call, (time_outs, early) in enumerate(product((0, 1), (False, True)), start=2):
         table[0], table[1] = 5, 6
-        # two have left, the third had read FAULT before
+        # two have left, the third read FAULT before
         instance.control[LEAVERS] = 2 + time_outs * interpreted.protocol.LATE
         leave_kernel[(1,)](instance.control, 3, EARLY=early)
         assert table.tolist() == [5, 5 if time_outs else 6]
         assert (int(instance.control[LEAVERS]), int(instance.control[EPOCH])) == (0, call)
 
 
-def test_who_leaves_last_knows_of_a_fault(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(who_leaves_last_knows_of_a_fault)
+def test_last_program_sees_a_fault(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(last_program_sees_a_fault)
 
 
 def test_the_last_program_advances_the_epoch(worlds: Worlds) -> None:
@@ -278,7 +279,7 @@ def test_the_last_program_advances_the_epoch(worlds: Worlds) -> None:
 
 
 def a_wait_that_runs_out_of_time(me: Member, late: int, count: int) -> None:
-    """One word of several lags: the report names it, later waits do not wait again."""
+    """One of several signals is late: the report names it, and later waits do not wait again."""
     for epoch, seen in ((5, 4), (5, 4 - 2**30), (-(2**31), 2**31 - 1), (1, 0)):
         instance = one_rank(me)
         instance.control[EPOCH] = epoch
@@ -301,7 +302,7 @@ def a_wait_that_runs_out_of_time(me: Member, late: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("late", "count"), [(0, 1), (0, 4), (3, 4), (31, 32)])
-def test_a_wait_that_runs_out_of_time(worlds: Worlds, late: int, count: int) -> None:
+def test_wait_times_out(worlds: Worlds, late: int, count: int) -> None:
     worlds("gloo", 1).run(a_wait_that_runs_out_of_time, late, count)
 
 
@@ -313,5 +314,5 @@ def waits_look_at_their_words_only(me: Member) -> None:
     instance.check()
 
 
-def test_waits_look_at_their_words_only(worlds: Worlds) -> None:
+def test_waits_read_only_their_signals(worlds: Worlds) -> None:
     worlds("gloo", 1).run(waits_look_at_their_words_only)

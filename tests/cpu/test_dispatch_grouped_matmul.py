@@ -1,5 +1,4 @@
-"""dispatch_grouped_matmul in worlds of processes: the real kernels, interpreted, over shared host
-memory."""
+"""dispatch_grouped_matmul in CPU worlds: the real kernels, interpreted, over shared host memory."""
 
 from __future__ import annotations
 
@@ -45,12 +44,13 @@ def test_parity(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_uneven(worlds: Worlds, size: int) -> None:
+def test_uneven_tokens_and_experts(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(experts.parity, UNEVEN[size // 4 :: 2], CONFIG)
 
 
 def test_tiles_of_many_rows_and_half(worlds: Worlds) -> None:
-    """Several bands of tile rows in an expert, ragged columns, K that is no multiple of a tile."""
+    """Several bands of tile rows in an expert, ragged columns, and K that is no multiple of a
+    tile."""
     case = Case(
         (40,), experts=2, topk=2, depth=72, cols=70, dtype="float16", index_dtype=torch.int32
     )
@@ -136,8 +136,8 @@ def test_compiled_gradients(worlds: Worlds) -> None:
 
 
 def kept_by_the_other_path(me: Member) -> list[bool]:
-    """A graph with its backward, of a compiler's cache: neither says which path the process that
-    made it took."""
+    """A graph with its backward from a compiler's cache: neither contains which path the process
+    that made it took."""
     found = []
     for seed, case in enumerate((Case((4, 2), depth=16), Case((3,), topk=1, experts=1), CASES[4])):
         o = experts.draw(case, me.rank, me.world_size, me.device, seed)
@@ -169,7 +169,7 @@ def kept_by_the_other_path(me: Member) -> list[bool]:
     return found
 
 
-def test_what_is_kept_is_alike_on_both_paths(worlds: Worlds) -> None:
+def test_saved_tensors_match_on_both_paths(worlds: Worlds) -> None:
     assert worlds("gloo", 3).run(kept_by_the_other_path) == [[True] * 18] * 3
 
 
@@ -204,7 +204,7 @@ def opcheck(me: Member) -> None:
     )
 
 
-# values of rows that do not exist differ
+# values of undefined rows differ
 SCHEMAS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 

@@ -1,5 +1,5 @@
-"""Embeddings, backward above all: ranks that run another, or leave one out; batches and tables of
-nothing. Two ranks."""
+"""Backward of embeddings: ranks that run different ones or leave one out, empty batches and tables.
+Two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(worlds: Worlds) -> World:
 def lookup(
     table: torch.Tensor, batch: int, layout: tw.EmbeddingLayout, rank: int, **options: Any
 ) -> torch.Tensor:
-    """Sample s gets row s % 5 of every table; the ranks' tables are all ``table``."""
+    """Sample s reads row s % 5 of every table. All ranks have equal tables."""
     tables = [table] * len(layout.dims[rank])
     count = batch * len(tables)
     bags = (
@@ -40,8 +40,7 @@ def lookup(
 
 # --- Ranks that do not run the same ---
 
-# (layout, batch, dtype of what travels) of the second lookup, where the first has ((4, 4), 4,
-# float32).
+# (layout, batch, dtype of the exchange) of the second lookup; the first has ((4, 4), 4, float32).
 OTHERS = {
     "layout": (IN_ORDER([(8,), (4,)]), 4, torch.float32),
     "batch": (IN_ORDER([(4,), (4,)]), 6, torch.float32),
@@ -66,7 +65,7 @@ def runs_another_backward(me: Member, what: str, debugging: bool) -> str:
 
 @pytest.mark.parametrize("debugging", [False, True], ids=["ledger", "debugging"])
 @pytest.mark.parametrize("what", OTHERS)
-def test_ranks_that_run_another_backward_all_raise(
+def test_different_backward_on_one_rank_raises_on_all(
     world: World, what: str, debugging: bool
 ) -> None:
     for said in world.run(runs_another_backward, what, debugging):
@@ -76,8 +75,8 @@ def test_ranks_that_run_another_backward_all_raise(
 
 
 def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
-    """Rank 0, which has the table, leaves out that of one sample; rank 1, which has no sample of
-    it, gives it up."""
+    """Rank 0, which has the table, skips the backward of one sample. Rank 1, which does not have
+    that sample, gives it up."""
     tw.close()
     me.barrier()
     layout = IN_ORDER([(4,), ()])
@@ -99,15 +98,15 @@ def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
     return said, (before - table.detach().sum(1)).tolist()
 
 
-def test_a_rank_without_samples_is_not_done_with_what_it_gave_up(world: World) -> None:
-    """Where ranks share no host memory, in which calls are compared."""
+def test_skipped_backward_of_a_rank_without_samples(world: World) -> None:
+    """As where ranks share no host memory for comparing calls."""
     (said, _), (other, _) = world.run(leaves_out_a_backward)
     assert said.startswith("PeerTimeout") and other.startswith("PeerTimeout"), (said, other)
 
 
 def leaves_out_a_lookup(me: Member) -> str:
-    """Rank 0 leaves out that in which rank 1 has no table, which gives it up; in the next one it
-    has."""
+    """Rank 0 skips a backward in which rank 1 has no table, and rank 1 gives it up. In the next one
+    it has a table."""
     tw.close()
     me.barrier()
     without, both = IN_ORDER([(4,), ()]), IN_ORDER([(4,), (4,)])
@@ -121,7 +120,7 @@ def leaves_out_a_lookup(me: Member) -> str:
     return said
 
 
-def test_a_rank_without_tables_is_not_done_with_what_it_gave_up(world: World) -> None:
+def test_skipped_backward_of_a_rank_without_tables(world: World) -> None:
     said, other = world.run(leaves_out_a_lookup)
     assert said.startswith("PeerTimeout") and other.startswith("PeerTimeout"), (said, other)
 
@@ -136,7 +135,7 @@ def nothing_pooled(me: Member) -> None:
 
 
 @PATHS
-def test_a_mean_of_no_samples_beside_a_buffer_of_indices(world: World, interpreted: bool) -> None:
+def test_mean_of_no_samples_with_spare_indices(world: World, interpreted: bool) -> None:
     run_either(world, interpreted, nothing_pooled)
 
 
@@ -178,7 +177,7 @@ def falling(me: Member, offsets: list[int]) -> str:
         ([0, 1, 2, 3, 5], "to 5"),
     ],
 )
-def test_offsets_that_do_not_fit_are_refused(
+def test_invalid_offsets_are_refused(
     world: World, interpreted: bool, offsets: list[int], text: str
 ) -> None:
     said = run_either(world, interpreted, falling, offsets)[1]

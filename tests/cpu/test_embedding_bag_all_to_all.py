@@ -1,4 +1,4 @@
-"""embedding_bag_all_to_all in worlds of processes: the real kernels, interpreted, over shared host
+"""embedding_bag_all_to_all in CPU worlds: the real kernels, interpreted, over shared host
 memory."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_gradients(worlds: Worlds, sparse: bool) -> None:
 
 
 def test_gradients_of_rows_that_many_bags_share(worlds: Worlds) -> None:
-    """Runs of equal rows much longer than a tile: partial sums go over several tiles."""
+    """Runs of equal rows that are much longer than a tile: partial sums span several tiles."""
     cases = [Case(((4,), (2,)), 24, longest=6, rows=rows) for rows in (1, 3)]
     worlds("gloo", 2).run(embedding_backward.gradients, cases)
 

@@ -1,5 +1,5 @@
-"""Embedding modules and lookups: ranks that pass other kinds, modules without memory yet, tables
-that share it, compilers."""
+"""Embedding modules and lookups: mismatched ranks, modules on meta, tables that share memory,
+compilers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world(worlds: Worlds):
 
 
 def on_both(world: World, body: Callable[..., object], *arguments: object) -> list:
-    """Of the ranks, unfused and then with interpreted kernels."""
+    """Results of all ranks, unfused and then with interpreted kernels."""
     return [
         found
         for interpreted in (False, True)
@@ -48,7 +48,7 @@ def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def started(me: Member) -> list[tuple[int, list[list[float]]]]:
-    """(table, weight) of this rank, all ranks seeded alike."""
+    """(table, weight) of this rank, with equal seeds on all ranks."""
     torch.manual_seed(11)
     module = ShardedEmbeddingBag(FOUR, device="cpu")
     shards = module.plan.of_rank(me.rank)
@@ -58,16 +58,16 @@ def started(me: Member) -> list[tuple[int, list[list[float]]]]:
     ]
 
 
-def test_ranks_seeded_alike_start_with_different_tables(worlds: Worlds) -> None:
+def test_equal_seeds_give_different_tables_per_rank(worlds: Worlds) -> None:
     two = dict(pair for found in worlds("gloo", 2).run(started) for pair in found)
     one = dict(worlds("gloo", 1).run(started)[0])
     assert len(two) == len(one) == 4
     for table, weight in two.items():
-        assert weight == one[table], "whoever owns it"
+        assert weight == one[table], "on whichever rank"
         assert all(weight != other for number, other in two.items() if number != table)
 
 
-# --- Ranks that pass other kinds ---
+# --- Ranks that pass different arguments ---
 
 KINDS = {
     "values": (("int64", None), ("int32", None)),
@@ -78,7 +78,7 @@ KINDS = {
 
 
 def other_kinds(me: Member, name: str) -> str:
-    """The error; behind it, a call works."""
+    """Return the error; a call works afterwards."""
     module, (lengths, values) = ShardedEmbeddingBag(FOUR), batch_of(4)
     of_values, of_weights = KINDS[name][me.rank]
     weights = None if of_weights is None else torch.ones(12, dtype=getattr(torch, of_weights))
@@ -88,7 +88,7 @@ def other_kinds(me: Member, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_ranks_that_pass_other_kinds_all_raise(world, name: str) -> None:
+def test_different_arguments_on_one_rank_raise_on_all(world, name: str) -> None:
     error = "InputError" if name == "what no lookup reads" else "RankMismatchError"
     for said in on_both(world, other_kinds, name):
         assert said.startswith(f"{error}: asked: rank 0: ")
@@ -112,12 +112,12 @@ def batch_of_bags(bags: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(bags) % 4, torch.arange(bags + 1)
 
 
-def test_ranks_that_want_other_halves_all_raise(world) -> None:
+def test_different_half_dtypes_on_one_rank_raise_on_all(world) -> None:
     for said in world.run(results_of_other_dtypes):
         assert said.startswith("RankMismatchError")
 
 
-# --- Modules without memory yet ---
+# --- Modules on meta ---
 
 
 def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way: str) -> None:
@@ -149,16 +149,14 @@ def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way:
 
 @pytest.mark.parametrize("way", ["reset", "no reset", "assign"])
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
-def test_a_module_from_meta_trains_as_one_that_was_not(
-    world, optimizer: str | None, way: str
-) -> None:
+def test_module_from_meta_trains_like_any_other(world, optimizer: str | None, way: str) -> None:
     for specs in (ONE, FOUR):
         on_both(world, materialised, specs, optimizer, way)
 
 
 def converted(me: Member) -> list[object]:
-    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does
-    not see; then results."""
+    """Tables of another dtype, and a checkpoint with one, which the rank without tables does not
+    see; then results."""
     module = ShardedEmbeddingBag(ONE).to(torch.bfloat16)
     other = ShardedEmbeddingBag(ONE, device="meta")
     other.load_state_dict(module.state_dict(), assign=True)
@@ -168,12 +166,12 @@ def converted(me: Member) -> list[object]:
     return [*found, module.share_memory().float()(*batch_of(1)).dtype]
 
 
-def test_all_ranks_know_the_dtype_of_a_module_that_was_converted(world) -> None:
+def test_converted_module_has_one_dtype_on_all_ranks(world) -> None:
     wanted = [torch.bfloat16] * 3 + [torch.float32, torch.float16, torch.float32]
     assert on_both(world, converted) == [wanted] * 4
 
 
-# --- Options, tables, and modules that others changed ---
+# --- Options, tables, and modules changed by other code ---
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("mode", {"mode": "max"}),
@@ -205,7 +203,7 @@ def refused_in_modules(me: Member) -> None:
     assert all((w == 1).all() for w in module.weights())
 
 
-def test_options_and_tables_that_do_not_fit_a_module(world) -> None:
+def test_module_refuses_options_and_tables_that_do_not_fit(world) -> None:
     world.run(refused_in_modules)
 
 
@@ -228,7 +226,7 @@ def changed_modules(me: Member) -> None:
     assert "fused step of parametrized" in refusal(stepping, lengths, values)
 
 
-def test_modules_that_others_changed(world) -> None:
+def test_modules_changed_by_other_code(world) -> None:
     on_both(world, changed_modules)
 
 
@@ -236,8 +234,8 @@ def test_modules_that_others_changed(world) -> None:
 
 
 def steps_between(me: Member, kind: str) -> tuple[str, bool]:
-    """The second lookup of a loss steps first; its weights' gradient is right, the first's would
-    not be."""
+    """The second lookup of a loss steps first. Its weight gradient is right, that of the first
+    would not be."""
     layout = tw.EmbeddingLayout.in_rank_order([(4,), ()])
     tables = [torch.ones(6, 4, requires_grad=kind != "frozen")] if me.rank == 0 else []
     states = [torch.zeros(6) for _ in tables] if kind == "adagrad" else []
@@ -263,7 +261,7 @@ def steps_between(me: Member, kind: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "frozen"])
-def test_weights_of_tables_that_were_stepped_since(world, kind: str) -> None:
+def test_weight_gradient_after_a_later_step(world, kind: str) -> None:
     said = (
         "" if kind == "frozen" else "InputError: asked: embedding_bag_all_to_all: gradients of pe"
     )
@@ -311,11 +309,11 @@ def shapes_and_results(me: Member) -> None:
         tw.embedding_bag_all_to_all([torch.ones(4, 4)], *bags, layout=layout, out=out)
 
 
-def test_flat_tables_and_results_that_require_gradients(world) -> None:
+def test_flat_tables_and_differentiable_results_are_refused(world) -> None:
     on_both(world, shapes_and_results)
 
 
-def test_a_default_device_is_not_where_numbers_for_the_host_go() -> None:
+def test_default_device_does_not_move_host_numbers() -> None:
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * 2)
     _on_device.cache_clear()
     _layout.cache_clear()
@@ -328,9 +326,8 @@ def test_a_default_device_is_not_where_numbers_for_the_host_go() -> None:
     assert {t.device.type for t in (where.mine, where.owners, offsets, told)} == {"cpu"}
 
 
-def used_behind_fake_tensors(me: Member) -> None:
-    """The first call is of tensors that have no numbers; whatever becomes of it, later ones
-    work."""
+def used_after_fake_tensors(me: Member) -> None:
+    """The first call is on tensors without data. Whatever becomes of it, later calls work."""
     _on_device.cache_clear()
     _layout.cache_clear()
     module, batch = ShardedEmbeddingBag(FOUR), batch_of(4)
@@ -341,15 +338,15 @@ def used_behind_fake_tensors(me: Member) -> None:
     assert type(y) is torch.Tensor and all(w.grad is not None for w in module.weights())
 
 
-def test_what_is_kept_is_no_fake_tensor(world) -> None:
-    on_both(world, used_behind_fake_tensors)
+def test_fake_tensors_are_not_kept(world) -> None:
+    on_both(world, used_after_fake_tensors)
 
 
 # --- Compilers ---
 
 
 def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: bool) -> None:
-    """Rank 1 has no tables; its part in backward has no result of its own."""
+    """Rank 1 has no tables: its part in backward has no result of its own."""
     torch._dynamo.reset()
     layout = tw.EmbeddingLayout.in_rank_order([(4,), ()])
     anchor = torch.zeros(0, requires_grad=True) if anchored else None
@@ -392,14 +389,14 @@ def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: boo
 
 @pytest.mark.parametrize(("weighted", "anchored"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", ["dense", "sgd", "adagrad"])
-def test_a_rank_without_tables_compiles_its_part_of_backward(
+def test_rank_without_tables_compiles_its_backward(
     world, kind: str, weighted: bool, anchored: bool
 ) -> None:
     on_both(world, compiled_without_tables, kind, weighted, anchored)
 
 
 def batches_that_change(me: Member, train: bool) -> int:
-    """How often a lookup of many batch sizes is compiled; its results are right."""
+    """How often a lookup of many batch sizes is compiled. Its results are right."""
     torch._dynamo.reset()
     layout, count = tw.EmbeddingLayout.in_rank_order([(4,)] * 2), 0
     table = torch.randn(6, 4, generator=torch.Generator().manual_seed(me.rank), requires_grad=train)

@@ -1,4 +1,4 @@
-"""The examples run, as a reader would run them, and say that they are right."""
+"""The examples run as a reader would run them, and report correct results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tensor_parallel_block() -> None:
 
 
 def test_the_block_as_a_benchmark() -> None:
-    """Times mean nothing here; that the variants agree does."""
+    """Times mean nothing here, but the variants must agree."""
     words = ("--bench", "--ranks", "2", "--tokens", "32", "--hidden", "64", "--repeats", "1")
     output = run_example("tensor_parallel_block.py", *words, on_gpu=False)
     found = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "differs by" in line]
@@ -47,7 +47,7 @@ def test_the_block_as_a_benchmark() -> None:
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
-    """The example compares: with another scale on one device it has to say so."""
+    """The example compares, so it must report a different scale on one device."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
     assert "WRONG" not in run_example(
         "tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False
@@ -70,7 +70,7 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
         "neighbour_exchange.py many",
     ],
 )
-def test_wrong_words_are_answered_in_one_line(words: str) -> None:
+def test_wrong_arguments_get_a_one_line_error(words: str) -> None:
     output = run_example(*words.split(), on_gpu=False, code=1)
     assert (
         output.startswith("error: asked: ")
@@ -80,8 +80,8 @@ def test_wrong_words_are_answered_in_one_line(words: str) -> None:
 
 
 def test_moe_layer_bench(tmp_path: Path) -> None:
-    """Output and gradients are those of the unfused layer; times mean nothing here, but they are
-    all there."""
+    """Output and gradients equal those of the unfused layer. Times mean nothing here, but all are
+    reported."""
     path = tmp_path / "times.json"
     output = run_example(
         "moe_layer.py",
@@ -113,14 +113,17 @@ sys.argv[1:] = ["--bench"]
 import dlrm_peers, moe_layer, tensor_parallel_block
 
 both = ("tileweave", "unfused")
-us = {name: {"median_us": 2.0 + (name in both)} for name in (*both, *(f"{one}, forward" for one in both), "matmuls")}
+names = (*both, *(f"{one}, forward" for one in both), "matmuls")
+us = {name: {"median_us": 2.0 + (name in both)} for name in names}
 ms = {name: dict.fromkeys(dlrm_peers.PHASES, 1.0) for name in ("fused", "unfused", "torch")}
 for wrong in (0.0, math.nan, 0.5):
     losses = {"plain": [3.0, 2.0], "fused": [3.0, 2.0 + wrong], "unfused": [3.0, 2.0]}
-    tensor_parallel_block.launch = lambda *_, **__: {name: {"us": 1.0, "difference": wrong} for name in ("tileweave", "other")}
+    block = {name: {"us": 1.0, "difference": wrong} for name in ("tileweave", "other")}
+    tensor_parallel_block.launch = lambda *_, **__: block
+    layer = {"case": "c", "times": us, "differences": {"y": 0.0, "x": wrong, "w": 0.0}}
     for right in (
         dlrm_peers.report({"ms": ms, "losses": losses}),
-        moe_layer.report([{"case": "c", "times": us, "differences": {"y": 0.0, "x": wrong, "w": 0.0}}], "float32"),
+        moe_layer.report([layer], "float32"),
         tensor_parallel_block.report({"tileweave": {"us": 1.0, "difference": wrong}}, "float32"),
         tensor_parallel_block.main() == 0,
     ):
@@ -128,7 +131,7 @@ for wrong in (0.0, math.nan, 0.5):
 """
 
 
-def test_what_is_wrong_or_no_number_fails() -> None:
+def test_wrong_or_nan_results_fail() -> None:
     said = [
         line.split()[1] for line in output_of(VERDICTS).splitlines() if line.startswith("verdict")
     ]
@@ -136,7 +139,7 @@ def test_what_is_wrong_or_no_number_fails() -> None:
 
 
 def differences_with_one_rank_wrong(me: Member, wrong: float) -> tuple[float, float]:
-    """What the examples find where the last rank alone is wrong: of the experts' layer, and of the
+    """What the examples report where only the last rank is wrong: of the experts' layer, and of the
     block."""
     sys.path.insert(0, str(EXAMPLES))
     import moe_layer
@@ -161,8 +164,7 @@ def test_every_rank_counts(worlds: Worlds, wrong: float, told: float) -> None:
 
 
 def output_of(script: str) -> str:
-    """What a script prints that is given the folder of the examples; their kernels are
-    interpreted."""
+    """Output of a script that gets the folder of the examples; their kernels are interpreted."""
     command = [sys.executable, "-c", script, str(EXAMPLES)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run(
@@ -171,7 +173,7 @@ def output_of(script: str) -> str:
 
 
 def errors_of(script: str) -> list[float]:
-    """What a script prints that compares an example's kernels with torch."""
+    """Output of a script that compares kernels of an example with torch."""
     return [float(line) for line in output_of(script).split()]
 
 
@@ -184,13 +186,14 @@ for features, samples in ((7, 3), (18, 2)):
     x, pooled = (torch.randn(samples, n * 16, requires_grad=True) for n in (1, features - 1))
     want, got = example.interaction(x, pooled), example.Interaction.apply(x, pooled)
     gradient = torch.randn_like(want)
-    pairs = zip(torch.autograd.grad(want, (x, pooled), gradient), torch.autograd.grad(got, (x, pooled), gradient), strict=True)
+    gradients = (torch.autograd.grad(y, (x, pooled), gradient) for y in (want, got))
+    pairs = zip(*gradients, strict=True)
     print(max(float((a - b).detach().abs().max()) for a, b in ((want, got), *pairs)))
 """
 
 
-def test_interaction_of_dlrm() -> None:
-    """Its kernels, interpreted, against torch: values and gradients."""
+def test_dlrm_interaction() -> None:
+    """The kernels, interpreted, against torch: values and gradients."""
     errors = errors_of(INTERACTION)
     assert len(errors) == 2 and max(errors) < 1e-4
 
@@ -205,7 +208,8 @@ for samples, width in ((37, 24), (5, 8)):
     z, bias, labels = torch.randn(samples, width), torch.randn(width), torch.rand(samples).round()
     last = torch.nn.Linear(width, 1)
     for function, words in (
-        (example.last_layer, (8 * z, bias, last, labels)), (example.relu_backward, (z, torch.relu(torch.randn(samples, width))))
+        (example.last_layer, (8 * z, bias, last, labels)),
+        (example.relu_backward, (z, torch.relu(torch.randn(samples, width)))),
     ):
         for want, got in zip(function(*words, False), function(*words, True), strict=True):
             assert want.shape == got.shape
@@ -213,8 +217,8 @@ for samples, width in ((37, 24), (5, 8)):
 """
 
 
-def test_mlps_of_dlrm() -> None:
-    """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
+def test_dlrm_mlps() -> None:
+    """The kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
     from zero."""
     errors = errors_of(LAYERS)
     assert len(errors) == 14 and max(errors) < 1e-5
@@ -229,14 +233,14 @@ def test_moe_layer() -> None:
 
 
 class TwoStreams:
-    """Stands for ``dlrm_peers.SideStream``: on which stream a mark was made, and behind what. All goes
-    on in order."""
+    """Replaces ``dlrm_peers.SideStream``: records on which stream an event was made, and after
+    which work. All work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.current, self.log = "first", []
 
     @contextmanager
-    def __call__(self, behind: object) -> Iterator[None]:
+    def __call__(self, after: object) -> Iterator[None]:
         self.current, before = "second", self.current
         yield
         self.current = before
@@ -249,7 +253,7 @@ class TwoStreams:
 
 
 def dlrm_step(me: Member) -> tuple[Any, list[Any]]:
-    """A step of the example that marks and joins :class:`TwoStreams`, and two batches."""
+    """A step of the example with :class:`TwoStreams`, and two batches."""
     sys.path.insert(0, str(EXAMPLES))
     import dlrm
     import dlrm_peers
@@ -285,9 +289,9 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
     return log
 
 
-def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
-    """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark
-    of the second stream."""
+def test_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
+    """Lookups and updates follow all exchanges of ids that were queued before, after an event of
+    the second stream."""
     log = worlds("gloo", 2).run(order_of_a_dlrm_step)[0]
     assert [name for name, _ in log].count("update") == 2
     for at, (name, _) in enumerate(log):
@@ -300,8 +304,8 @@ def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
 
 
 def orders_for_the_graph(me: Member) -> list[bool]:
-    """Whether the update's graph finds what was sorted, and no row behind it: of a batch, and of
-    one that has fewer ids."""
+    """Whether the graph of the update finds the sorted rows, and no row after them: of a batch, and
+    of one with fewer ids."""
     step, batches = dlrm_step(me)
     step.prepare(batches)
     found = []
@@ -317,5 +321,5 @@ def orders_for_the_graph(me: Member) -> list[bool]:
     return found
 
 
-def test_a_dlrm_graph_sees_this_batch_alone(worlds: Worlds) -> None:
+def test_dlrm_graph_reads_only_this_batch(worlds: Worlds) -> None:
     assert worlds("gloo", 2).run(orders_for_the_graph) == [[True] * 6] * 2

@@ -1,4 +1,4 @@
-"""What is asked beside calls: tw.explain with a call's own arguments, settings, sizes."""
+"""tw.explain with the arguments of a call, environment settings, sizes of tw.warmup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUND = {
 
 
 def calls(size: int) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Operator -> arguments of a call that uses what it has."""
+    """Operator -> arguments of a call with all options of the operator."""
     x, w, bias = torch.randn(4, 3, 8), torch.randn(6, 8), torch.randn(6)  # x of three dimensions
     experts, ids = torch.randn(2, 6, 8), torch.arange(8, dtype=torch.int32).view(4, 2) % (2 * size)
     tables, offsets = [torch.randn(5, 4)], torch.arange(2 * size + 1)
@@ -87,14 +87,14 @@ def test_explain_takes_what_a_call_takes(worlds: Worlds) -> None:
     worlds("gloo", 2).run(explained)
 
 
-# --- What a call refuses by shape or dtype is refused without one, too ---
+# --- explain refuses the shapes and dtypes that a call refuses ---
 
-# and of options: neither shape nor dtype
+# and options: neither shape nor dtype
 OF_MEMORY = ("out_is_x", "out_is_w", "out_is_bias", "out_and_gathered")
 
 
 def wrong_calls(size: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The tables of wrong calls, of all dense operators."""
+    """The tables of wrong calls, for all dense operators."""
 
     def zeros(
         op: str, shapes: Mapping[Any, tuple[int, ...] | None], **options: int
@@ -131,8 +131,8 @@ def wrong_calls(size: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def refused_without_a_call(me: Member, how: str) -> list[str]:
-    """What is not refused. Of tensors without data some is refused by torch, before it comes to
-    us."""
+    """Wrong calls that are not refused. torch refuses some tensors without data before tileweave
+    gets them."""
     with ExitStack() as stack:
         if how == "explained":
             for op in (AG, RS, AR, OUT, IN):
@@ -147,12 +147,12 @@ def refused_without_a_call(me: Member, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["explained", "fake"])
-def test_what_a_call_refuses_is_refused_without_one(worlds: Worlds, how: str) -> None:
+def test_explain_refuses_what_a_call_refuses(worlds: Worlds, how: str) -> None:
     assert worlds("gloo", 2).run(refused_without_a_call, how) == [[], []]
 
 
 def of_rows_that_only_data_tells(me: Member) -> bool:
-    """Compiled: what depends on such a size is checked by the call."""
+    """Compiled: the call checks what depends on such a size."""
     w = torch.randn(6, 8)
 
     def some(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -165,12 +165,12 @@ def of_rows_that_only_data_tells(me: Member) -> bool:
         )
 
 
-def test_rows_that_only_data_tells(worlds: Worlds) -> None:
+def test_explain_with_data_dependent_rows(worlds: Worlds) -> None:
     assert worlds("gloo", 2).run(of_rows_that_only_data_tells) == [True, True]
 
 
 def graphs_of_rows(me: Member) -> dict[tuple[str, int], int]:
-    """How often each operator is compiled for seven numbers of rows, of x with two and with three
+    """How often each operator is compiled for seven numbers of rows, with x of two and of three
     dimensions."""
     found = {}
     for op, options in ROUND.items():
@@ -207,7 +207,7 @@ def test_any_number_of_rows_compiles_twice(worlds: Worlds) -> None:
 
 
 def captured_backward(me: Member, op: str, options: dict[str, int], backward: bool) -> str:
-    """What a backward is answered with while a graph is captured, behind a warmup."""
+    """The error of a backward during a capture, after a warmup."""
     size, (m, n, k) = me.world_size, (64, 48, 32)
     tw.close()
     me.barrier()
@@ -248,16 +248,16 @@ def settings(me: Member) -> None:
             assert not refusal(tw.all_gather_matmul, x, w)
 
 
-def test_a_setting_that_is_none_is_refused(worlds: Worlds) -> None:
+def test_invalid_setting_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 1).run(settings)
 
 
-def test_warmup_refuses_what_is_no_size() -> None:
+def test_warmup_refuses_invalid_sizes() -> None:
     with pytest.raises(tw.InputError, match="'8'"):
         tw.warmup("all_gather_matmul", 4, "8", 8, device="cpu")
 
 
-def test_warmup_refuses_what_is_no_dtype_and_no_device() -> None:
+def test_warmup_refuses_invalid_dtypes_and_devices() -> None:
     with pytest.raises(tw.InputError, match="'float32'"):
         tw.warmup("matmul_reduce_scatter", 4, 8, 8, dtype="float32", device="cpu")
     with (
@@ -274,12 +274,12 @@ def no_tensors(me: Member) -> None:
             assert "InputError: asked: x of type" in refusal(getattr(tw, op), *given, **options)
 
 
-def test_what_is_no_tensor_is_refused(worlds: Worlds) -> None:
+def test_non_tensors_are_refused(worlds: Worlds) -> None:
     worlds("gloo", 1).run(no_tensors)
 
 
 def bags_without_an_end(me: Member) -> None:
-    """As ``torch.nn.EmbeddingBag`` takes them: one bag would be lost, and nobody would say so."""
+    """As ``torch.nn.EmbeddingBag`` takes them: one bag would be lost silently."""
     table, indices = torch.randn(5, 4), torch.arange(5)
     offsets = torch.tensor([0, 2, 3])
     for call in (tw.embedding_bag, tw.embedding_bag_all_to_all):

@@ -1,8 +1,8 @@
-"""What breaks, on one rank of three: what the others see, how soon, and that the next call, or the
-next group, works.
+"""Faults on one rank of three: what the others see, how soon, and that the next call or the next
+group works.
 
-Faults that leave all processes alive follow each other in one world, each between good calls. Who
-dies has a world of its own, and the survivors go on in a new group.
+Faults that all processes survive follow each other in one world, each between good calls. A process
+that dies has its own world, and the survivors go on in a new group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import tileweave as tw
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.host_memory import _make
 
-# TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come
+# TILEWEAVE_TIMEOUT, long enough for good calls on busy cores; and how much later an error may come
 SECONDS, SLACK = 3.0, 2.0
 STUCK = 2.5 * SECONDS
 VICTIM = 1
@@ -46,14 +46,14 @@ COPY_ENGINE = MatmulConfig(
 ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
 
 
-# --- What stays behind ---
+# --- Leftovers ---
 
-# in the environment of every process of these worlds, and of what they may start
+# in the environment of every process of these worlds, and of their children
 MARK = "TILEWEAVE_FAULTY_WORLD"
 
 
 def processes_with(mark: str) -> dict[int, str]:
-    """All processes of this user whose environment has ``mark``, whoever their parent is now: pid,
+    """All processes of this user whose environment has ``mark``, whatever their parent is now: pid,
     command."""
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
@@ -87,9 +87,9 @@ def marked() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_behind(marked: str) -> Iterator[None]:
-    """No process, whoever adopted it; no zombie; no shared memory with a name. What has no name
-    goes with its processes."""
+def no_leftovers(marked: str) -> Iterator[None]:
+    """No process with any parent, no zombie, no named shared memory. Unnamed memory is freed with
+    its processes."""
     before = set(os.listdir("/dev/shm"))
     yield
     assert not processes_with(marked), "processes outlive their world"
@@ -103,7 +103,7 @@ def nothing_stays_behind(marked: str) -> Iterator[None]:
 
 
 def leavings(me: Member) -> int:
-    """How many buffers in shared memory this rank still maps, all workspaces being closed; it
+    """How many buffers in shared memory this rank still maps after all workspaces are closed; it
     should be none."""
     gc.collect()
     return buffers_mapped_by_me()
@@ -118,12 +118,12 @@ def buffers_mapped_by_me() -> int:
     return len({line.split()[4] for line in mapped_by_me()})  # by inode
 
 
-def test_what_stays_behind_would_be_seen(marked: str) -> None:
+def test_leftovers_would_be_found(marked: str) -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         deadline = time.monotonic() + 10
         while process.pid not in processes_with(marked) and time.monotonic() < deadline:
-            time.sleep(0.01)  # until it has its own environment
+            time.sleep(0.01)  # until the child has its own environment
         assert process.pid in processes_with(marked)
         process.kill()
         while not dead_children() and time.monotonic() < deadline:
@@ -154,7 +154,7 @@ def world_call(me: Member, case: Case = CASE) -> None:
 
 @contextmanager
 def at_event(event: str, action: Callable[[], None]) -> Iterator[None]:
-    """``action`` once, when this rank's kernel comes to ``event``."""
+    """Run ``action`` once, when the kernel of this rank reaches ``event``."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     armed = [True]
@@ -171,7 +171,8 @@ def at_event(event: str, action: Callable[[], None]) -> Iterator[None]:
         OBSERVERS.remove(observer)
 
 
-# --- Faults that everybody survives: what the victim does while the others make the same good call ---
+# --- Faults that all ranks survive: the victim does this while the others make the same good call
+# ---
 
 
 def raises_before_the_call(me: Member) -> None:
@@ -201,11 +202,12 @@ def has_no_memory_to_share(me: Member) -> None:
 def is_stuck_in_a_kernel(me: Member) -> None:
     with at_event("notify", lambda: time.sleep(STUCK)):
         world_call(me)
-    world_call(me)  # the others have given up: what it runs into, late as it is
+    world_call(me)  # the others have given up: what the late rank sees
 
 
 def calls_another_operator(me: Member) -> None:
-    """At the first call; where all have been called before, see :func:`calls_in_another_order`."""
+    """At the first call. For calls that were all made before, see
+    :func:`calls_in_another_order`."""
     x, w = torch.zeros(18, 40), torch.zeros(18, 40)
     (tw.matmul_reduce_scatter if me.rank == VICTIM else tw.all_gather_matmul)(x, w)
 
@@ -215,16 +217,16 @@ def calls_another_shape_first(me: Member) -> None:
 
 
 def compares(me: Member) -> None:
-    """Under TILEWEAVE_DEBUG=1 ranks compare what they pass before anything is sent; this shape fits
-    the memory there is."""
+    """With TILEWEAVE_DEBUG=1, ranks compare their arguments before anything is sent. This shape
+    fits the allocated memory."""
     rows = 17 if me.rank == VICTIM else 18
     with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
         tw.all_gather_matmul(torch.zeros(rows, 40), torch.zeros(18, 40))
 
 
 def calls_what_fits(me: Member) -> None:
-    """As :func:`compares`, but compared by the ledger alone: shapes that all have been called
-    before, no memory grows."""
+    """As :func:`compares`, but compared by the ledger alone: all shapes were called before, and no
+    memory grows."""
     operands = {rows: (torch.zeros(rows, 40), torch.zeros(18, 40)) for rows in (17, 18)}
     for rows in (18, 17, 18):
         tw.all_gather_matmul(*operands[rows])
@@ -249,8 +251,8 @@ def goes_home(me: Member) -> None:
 
 @dataclass(frozen=True)
 class Live:
-    """``victim``, ``others``: what they do; ``own``, ``seen``: what they see then ("": nothing).
-    ``fresh``: first call."""
+    """``victim``, ``others``: what they do. ``own``, ``seen``: what they see then ("": nothing).
+    ``fresh``: in the first call."""
 
     victim: Callable[[Member], None]
     own: str
@@ -292,7 +294,7 @@ LIVE = {
 
 
 def suffer(me: Member, name: str) -> dict[str, object]:
-    """One fault between good calls; what this rank saw, and after how many seconds."""
+    """One fault between good calls. Return what this rank saw, and after how many seconds."""
     fault = LIVE[name]
     if not fault.fresh:
         good_call(me, dist.group.WORLD, SM)
@@ -335,7 +337,9 @@ def suffered(marked: str) -> list[dict[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize("name", LIVE, ids=[name.replace(" ", "_") for name in LIVE])
-def test_a_fault_that_all_survive(suffered: list[dict[str, dict[str, object]]], name: str) -> None:
+def test_fault_that_all_ranks_survive(
+    suffered: list[dict[str, dict[str, object]]], name: str
+) -> None:
     fault = LIVE[name]
     for rank, found in enumerate(suffered):
         seen, taken = str(found[name]["seen"]), float(found[name]["taken"])  # type: ignore[arg-type]
@@ -365,8 +369,8 @@ def exits_at_once(me: Member) -> None:
 
 
 def returns_from_main(me: Member) -> None:
-    """The interpreter goes down while another thread is inside a kernel, which waits for peers that
-    come later."""
+    """The Python interpreter shuts down while another thread is inside a kernel that waits for late
+    peers."""
     inside = threading.Event()
     with at_event("wait", inside.set):
         threading.Thread(target=world_call, args=(me,), daemon=True).start()
@@ -377,7 +381,7 @@ DEADLY = {is_killed: -signal.SIGKILL, exits_at_once: 3, returns_from_main: 0}
 
 
 def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
-    """Calls until somebody is missing; then a new group of those who are left."""
+    """Call until a rank is missing, then make a new group of the survivors."""
     group = dist.group.WORLD
     good_call(me, group, SM)
     me.barrier()
@@ -387,7 +391,7 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
     time.sleep(0.3 if fault is returns_from_main else 0.0)
     seen, started = "", time.monotonic()
     try:
-        # who was signalled before the end may finish that call, and one more
+        # a rank that was signalled before the end may finish that call, and one more
         for number in range(3):
             started = time.monotonic()
             good_call(me, group, SM, 7 + number)
@@ -406,7 +410,7 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.__name__)
-def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
+def test_rank_that_ends(fault: Callable[[Member], None]) -> None:
     ends = one_shot("gloo", 3, outlive, fault, extra=ALIVE, timeout=60)
     assert ends[VICTIM].exit_code == DEADLY[fault], ends[VICTIM]
     for rank in (0, 2):
@@ -421,7 +425,7 @@ def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
 
 
 def use_again(me: Member) -> None:
-    """The default group is destroyed and made again, with the ranks in another order: nothing of
+    """The default group is destroyed and made again, with the ranks in another order. Nothing of
     the old one is used."""
     store = dist.distributed_c10d._get_default_store()
     good_call(me, dist.group.WORLD, SM)
@@ -442,7 +446,7 @@ def use_again(me: Member) -> None:
     )
 
 
-def test_a_group_that_is_destroyed_and_made_again() -> None:
+def test_group_destroyed_and_made_again() -> None:
     ends = one_shot("gloo", 3, use_again, extra=ALIVE, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     for end in ends:

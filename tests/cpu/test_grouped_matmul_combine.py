@@ -1,5 +1,4 @@
-"""grouped_matmul_combine in worlds of processes: the real kernel, interpreted, over shared host
-memory."""
+"""grouped_matmul_combine in CPU worlds: the real kernel, interpreted, over shared host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.support import combine as combining
+from tests.support import combine
 from tests.support.delays import stall_in_the_kernel
 from tests.support.experts import Case
 from tests.support.worlds import Member, World, Worlds, one_shot
@@ -44,7 +43,7 @@ ROUTINGS = (
     "one_rank",
     "empty_experts",
     "holes",
-    "nobody",
+    "no_choices",
     "repeated",
 )
 CASES = [replace(SMALL, tokens=(3,), routing=routing) for routing in ROUTINGS]
@@ -56,75 +55,75 @@ UNEVEN = [
 
 
 def test_routings(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(combining.parity, CASES, CONFIG)
+    worlds("gloo", 3).run(combine.parity, CASES, CONFIG)
 
 
-def test_uneven(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(combining.parity, UNEVEN, SEVERAL)
+def test_uneven_tokens_and_experts(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(combine.parity, UNEVEN, SEVERAL)
 
 
 def test_in_each_world(world: World) -> None:
-    world.run(combining.parity, [replace(UNEVEN[0], tokens=(2, 0, 3))], CONFIG)
+    world.run(combine.parity, [replace(UNEVEN[0], tokens=(2, 0, 3))], CONFIG)
 
 
-def test_weights_as_backward_reads_them(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(combining.parity, [SMALL, UNEVEN[2]], CONFIG, True, False)
+def test_weights_in_backward_layout(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combine.parity, [SMALL, UNEVEN[2]], CONFIG, True, False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half(worlds: Worlds, dtype: str) -> None:
-    worlds("gloo", 2).run(combining.parity, [replace(SMALL, dtype=dtype)], CONFIG)
+def test_half_precision(worlds: Worlds, dtype: str) -> None:
+    worlds("gloo", 2).run(combine.parity, [replace(SMALL, dtype=dtype)], CONFIG)
 
 
 def test_many_calls_with_late_ranks(worlds: Worlds) -> None:
     cases = [SMALL, replace(SMALL, tokens=(5, 1)), replace(SMALL, tokens=(2, 0, 4))]
-    worlds("gloo", 3).run(combining.many_calls, cases, CONFIG, 7, 0.004, stall_in_the_kernel)
+    worlds("gloo", 3).run(combine.many_calls, cases, CONFIG, 7, 0.004, stall_in_the_kernel)
 
 
 def test_the_epoch_wraps_around(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(combining.around_the_wrap, SMALL, CONFIG)
+    worlds("gloo", 2).run(combine.calls_around_the_wrap, SMALL, CONFIG)
 
 
 def test_public_calls(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(combining.public_calls, [SMALL], "fused")
-    worlds("gloo", 1).run(combining.public_calls, [SMALL, UNEVEN[2]], "local")
+    worlds("gloo", 2).run(combine.public_calls, [SMALL], "fused")
+    worlds("gloo", 1).run(combine.public_calls, [SMALL, UNEVEN[2]], "local")
 
 
 def test_gradients(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(combining.gradients, [CASES[5], UNEVEN[0]])
-    worlds("gloo", 1).run(combining.gradients, [SMALL, replace(SMALL, dtype="bfloat16")])
-    worlds("gloo", 2).run(combining.gradients, [SMALL], False)
+    worlds("gloo", 3).run(combine.gradients, [CASES[5], UNEVEN[0]])
+    worlds("gloo", 1).run(combine.gradients, [SMALL, replace(SMALL, dtype="bfloat16")])
+    worlds("gloo", 2).run(combine.gradients, [SMALL], False)
 
 
 def test_compiled_gradients(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(combining.gradients, [SMALL], True, "aot_eager")
+    worlds("gloo", 2).run(combine.gradients, [SMALL], True, "aot_eager")
 
 
 def test_opcheck(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(combining.opcheck, SMALL, timeout=100)
+    worlds("gloo", 1).run(combine.opcheck, SMALL, timeout=100)
 
 
 def test_bad_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(combining.bad_input, SMALL)
+    worlds("gloo", 2).run(combine.bad_input, SMALL)
 
 
 def call_without(me: Member, absent: int) -> str | None:
-    drawn = [combining.prepare(SMALL, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
-    combining.fused(me, drawn[0], CONFIG)
+    drawn = [combine.prepare(SMALL, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
+    combine.fused(me, drawn[0], CONFIG)
     me.barrier()
     if me.rank == absent:
         time.sleep(4)
         return None
     with pytest.raises(tw.PeerTimeout) as caught:
-        combining.fused(me, drawn[1], CONFIG)
+        combine.fused(me, drawn[1], CONFIG)
     tw.close()
     return f"{caught.value.op} {caught.value.peer}"
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 4096])
-def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> None:
-    """It packs a token's rows on this rank into 8 bits, and with one more would sum none of
-    them."""
+def test_hopper_kernel_limits_choices_per_token(tokens: int) -> None:
+    """The kernel packs the number of rows of a token on this rank into 8 bits, and one more would
+    sum none of them."""
     most, beyond = (
         plan_combine(GroupedProblem(8, tokens, topk, 32, 4096, 2048, 2, "bfloat16"), H200, False)
         for topk in (MAX_ROWS, MAX_ROWS + 1)
@@ -141,4 +140,4 @@ def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> N
 
 def test_a_peer_that_stops_calling() -> None:
     ends = one_shot("gloo", 3, call_without, 1, extra={"TILEWEAVE_TIMEOUT": "1.5"})
-    assert [end.value for end in ends] == [f"{combining.OP} 1", None, f"{combining.OP} 1"]
+    assert [end.value for end in ends] == [f"{combine.OP} 1", None, f"{combine.OP} 1"]

@@ -1,5 +1,4 @@
-"""The interpreter without what it does over and over (``device/interpreter/speedups.py``) does what
-Triton's own does."""
+"""The faster Triton interpreter (``device/interpreter/speedups.py``) behaves like Triton's own."""
 
 from __future__ import annotations
 
@@ -50,12 +49,17 @@ def turns(out, n):
 
 
 def said(value: object) -> str:
-    """What ``value`` is, whole: the type and the elements of a tensor, all that a type knows."""
+    """All there is to know about ``value``: the type and the elements of a tensor, the attributes
+    of a type."""
     if isinstance(value, tl.tensor):
         data = value.handle.data
-        return f"{value.type} of {value.handle.dtype}, shape {value.shape}, {value.numel}: {data.dtype} {data.tolist()}"
+        return (
+            f"{value.type} of {value.handle.dtype}, shape {value.shape}, {value.numel}: "
+            f"{data.dtype} {data.tolist()}"
+        )
     if isinstance(value, tl.block_type):
-        return f"{ {name: (type(member), str(member)) for name, member in sorted(vars(value).items())} }"
+        members = sorted(vars(value).items())
+        return f"{ {name: (type(member), str(member)) for name, member in members} }"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} {[said(part) for part in value]}"
     if isinstance(value, np.ndarray):
@@ -93,7 +97,7 @@ SHAPES = ([], [1], [4], [1, 4], [2, 1], [2, 4], [4, 4], [1, 1, 4])
 
 
 def about_types() -> list[str]:
-    """Sizes that are right, and wrong ones that equal right ones."""
+    """Valid sizes, and invalid ones that equal valid ones."""
     four, two = tl.constexpr(4), tl.constexpr(2)
     right = [
         [4],
@@ -161,8 +165,7 @@ def tensor_of(element: tl.dtype, shape: list[int]) -> tl.tensor:
 
 
 def about_operands() -> list[str]:
-    """Operands of each pair of types, of each pair of shapes, and numbers, for each kind of
-    operation."""
+    """Operands of each pair of types and of shapes, and numbers, for each kind of operation."""
     from triton.runtime.interpreter import interpreter_semantic as semantic
 
     def together(a: object, b: object, *flags: bool) -> object:
@@ -211,7 +214,7 @@ def about_operands() -> list[str]:
 
 
 def about_conversions() -> list[str]:
-    """All of bf16 and much of fp32, each exponent by itself and with others."""
+    """All values of bf16 and many of fp32, each exponent by itself and with others."""
     from triton.runtime import interpreter
 
     half = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
@@ -251,8 +254,8 @@ def about_conversions() -> list[str]:
 
 
 def about_words() -> list[str]:
-    """Words of the language called well and badly, as functions and as methods; what is
-    unwrapped."""
+    """Functions of the language with valid and invalid arguments, as functions and as methods; what
+    is unwrapped."""
     from triton.runtime import interpreter
 
     one, four = tl.constexpr(1), tensor_of(tl.int32, [4])
@@ -310,7 +313,7 @@ TOPICS = (about_types, about_operands, about_conversions, about_words)
 
 
 def run(patched: bool) -> dict[str, object]:
-    """In a process of its own: what a kernel computes, what is left of the language, how often
+    """In its own process: what a kernel computes, what is left of the language, and how often
     Triton patched it."""
     from triton.runtime import interpreter
 
@@ -334,7 +337,7 @@ def run(patched: bool) -> dict[str, object]:
     for _ in range(2):
         kernel[(3,)](x, out, 37, SIZE=16)
     counted = torch.zeros(4, dtype=torch.int32)
-    if patched:  # Triton 3.6 alone makes no number of what NumPy 2.4 holds
+    if patched:  # Triton 3.6 alone cannot convert what NumPy 2.4 holds to a number
         turns[(1,)](counted, 3)
     told = ""
     try:
@@ -357,7 +360,10 @@ def run(patched: bool) -> dict[str, object]:
 def both() -> list[dict]:
     found = []
     for patched in (True, False):
-        code = f"import json; from tests.cpu.test_interpreter_speedups import run; print(json.dumps(run({patched})))"
+        code = (
+            "import json; from tests.cpu.test_interpreter_speedups import run; "
+            f"print(json.dumps(run({patched})))"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=environment_for("gloo", {}),
@@ -371,31 +377,31 @@ def both() -> list[dict]:
     return found
 
 
-def test_kernels_compute_the_same(both: list[dict]) -> None:
+def test_speedups_compute_the_same(both: list[dict]) -> None:
     ours, tritons = both
     assert ours["out"] == tritons["out"] and any(ours["out"])
 
 
-def test_numbers_count_turns(both: list[dict]) -> None:
-    """Triton 3.6 with NumPy 2.4, which makes no number of an array of one element, needs
+def test_loop_bounds_from_kernel_arguments(both: list[dict]) -> None:
+    """Triton 3.6 with NumPy 2.4 cannot convert an array of one element to a number, and needs
     :func:`patched._index` for it."""
     assert both[0]["counted"] == [1, 2, 3, 0]
 
 
-def test_errors_are_the_same(both: list[dict]) -> None:
+def test_speedups_raise_the_same_errors(both: list[dict]) -> None:
     ours, tritons = both
     assert ours["told"] == tritons["told"] != ""
 
 
-def test_the_language_is_as_before(both: list[dict]) -> None:
-    """Triton looks it through at each call; here that happens once."""
+def test_speedups_leave_the_language_unchanged(both: list[dict]) -> None:
+    """Triton scans the language at each call; here that happens once."""
     ours, tritons = both
     assert not ours["changed"]
     assert ours["patches"] == 1 < 3 * 2 * 2 < tritons["patches"]
 
 
 @pytest.mark.parametrize("topic", [topic.__name__ for topic in TOPICS])
-def test_each_part_says_what_tritons_own_says(both: list[dict], topic: str) -> None:
+def test_each_speedup_matches_triton(both: list[dict], topic: str) -> None:
     ours, tritons = both
     assert len(ours[topic]) == len(tritons[topic]) > 10
     for number, (mine, own) in enumerate(zip(ours[topic], tritons[topic], strict=True)):

@@ -1,5 +1,5 @@
-"""Options of layers and calls do what they say; calls that were accepted once are looked at when
-they change."""
+"""Options of layers and calls have their effect; accepted calls are checked again when they
+change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import combine as combining
-from tests.support import experts
+from tests.support import combine, experts
 from tests.support.calls import refusal, run_either
 from tests.support.worlds import Member, Worlds, one_shot
 
@@ -26,7 +25,8 @@ def world(worlds: Worlds):
 
 
 def inference_results(me: Member) -> list[str]:
-    """Whether ``out=`` made under inference_mode is taken does not depend on the path of a call."""
+    """``out=`` made under inference_mode is accepted or refused independently of the path of a
+    call."""
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     with torch.inference_mode():
         out, wide = torch.empty(4, 6), torch.empty(4 * me.world_size, 6)
@@ -90,7 +90,7 @@ def options_of_bags(me: Member) -> None:
         )
 
 
-def test_options_of_bags(world) -> None:
+def test_bag_options(world) -> None:
     world.run(options_of_bags)
 
 
@@ -113,12 +113,12 @@ def bound_of_weights(me: Member) -> float:
     return float(RowParallelLinear(512, 64).weight.abs().max()) * 512**0.5
 
 
-def test_weights_begin_as_those_of_the_whole_layer(world) -> None:
+def test_initial_weights_match_the_whole_layer(world) -> None:
     assert all(0.95 < found <= 1 for found in world.run(bound_of_weights))
 
 
 class AlwaysTheSecond(torch.nn.Module):
-    """A router: half of expert 1, for every token."""
+    """A router: half of the weight for expert 1, for every token."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((x.shape[0], 1), 0.5), torch.full((x.shape[0], 1), 1)
@@ -138,7 +138,7 @@ def layer_with_a_router(me: Member) -> None:
     )
 
 
-def test_a_router_of_ones_own(world) -> None:
+def test_custom_router(world) -> None:
     world.run(layer_with_a_router)
 
 
@@ -148,28 +148,28 @@ def columns_of_a_lookup(me: Member) -> None:
     assert torch.equal(y[:, 2:6], tables[0][[0, 1]]) and torch.equal(y[:, :2], tables[1][[2, 3]])
 
 
-def test_columns_of_a_lookup(worlds: Worlds) -> None:
+def test_lookup_columns(worlds: Worlds) -> None:
     worlds("gloo", 1).run(columns_of_a_lookup)
 
 
 def gradients_without_weights(me: Member, case: experts.Case) -> None:
-    """Of a combine whose rows all count once."""
-    drawn = combining.draw_all(case, me.world_size, 0)
-    once = [combining.Drawn(d.values, d.experts, d.ids, torch.ones_like(d.weights)) for d in drawn]
-    c = combining.prepare(case, me.rank, me.world_size, me.device, 0)
+    """Gradients of a combine in which all rows have weight one."""
+    drawn = combine.draw_all(case, me.world_size, 0)
+    once = [combine.Drawn(d.values, d.experts, d.ids, torch.ones_like(d.weights)) for d in drawn]
+    c = combine.prepare(case, me.rank, me.world_size, me.device, 0)
     rows = int(c.plan.offsets[-1])
     c.y[rows:] = 0
     y, weights = c.y.requires_grad_(), c.experts.requires_grad_()
-    by = combining.coefficients(case, me.rank).float()
+    by = combine.coefficients(case, me.rank).float()
     (tw.grouped_matmul_combine(y, weights, c.plan).float() * by).sum().backward()
-    with mock.patch.object(combining, "draw_all", return_value=once):
-        wanted_y, wanted_weights, _ = combining.expected_gradients(case, me.rank, me.world_size, 0)
-    combining.near(y.grad[:rows], wanted_y, case, "y")
-    combining.near(weights.grad, wanted_weights, case, "experts")
+    with mock.patch.object(combine, "draw_all", return_value=once):
+        wanted_y, wanted_weights, _ = combine.expected_gradients(case, me.rank, me.world_size, 0)
+    combine.verify_near(y.grad[:rows], wanted_y, case, "y")
+    combine.verify_near(weights.grad, wanted_weights, case, "experts")
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_a_combine_without_weights(worlds: Worlds, size: int) -> None:
+def test_gradients_of_combine_without_weights(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(
         gradients_without_weights, experts.Case((4,), experts=2, depth=16, cols=24)
     )
@@ -194,12 +194,12 @@ def changed_after_accepted(me: Member) -> None:
             into(out)
 
 
-def test_what_was_accepted_is_checked_when_it_changes(world) -> None:
+def test_changed_calls_are_checked_again(world) -> None:
     world.run(changed_after_accepted)
 
 
 def another_call(me: Member, what: str) -> str:
-    """Behind calls that match, one of rank 1 that does not: what a rank is told."""
+    """After matching calls, rank 1 makes one that does not match. Return the error of this rank."""
     odd, tables = me.rank == 1, [torch.zeros(5, 4)]
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * me.world_size)
     x, ids, w = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(2, 6, 8)
@@ -231,6 +231,6 @@ def another_call(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["embedding", "route", "dispatch", "combine"])
-def test_calls_that_do_not_match_are_told(what: str) -> None:
+def test_mismatched_calls_raise(what: str) -> None:
     ends = one_shot("gloo", 2, another_call, what, extra={"TILEWEAVE_TIMEOUT": "2"})
     assert "RankMismatchError" in [end.value for end in ends]

@@ -1,4 +1,4 @@
-"""matmul_all_reduce in worlds of processes, interpreted where its plan is fused."""
+"""matmul_all_reduce in CPU worlds, interpreted where its plan is fused."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
     worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(6, 20, 40, bias=True))
 
 
-def test_the_same_bits(world: World) -> None:
-    world.run(behaviour.the_same_bits, replace(FULL, dtype="float16"))
+def test_same_bits_on_every_call(world: World) -> None:
+    world.run(behaviour.same_bits_twice, replace(FULL, dtype="float16"))
 
 
 def many_shapes(me: Member) -> None:
-    """Any shape, drawn alike on every rank."""
+    """Random shapes, the same on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
@@ -111,7 +111,7 @@ def test_gradients(world: World, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "r", "n", "xr", "wn", "bn"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [FULL], wanted)
 
 
@@ -120,8 +120,8 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
 
 
 def test_backward_sends_nothing(worlds: Worlds) -> None:
-    """It keeps x, the weight, and of the norm its weight and what went into it."""
-    worlds("gloo", 3).run(backward.what_backward_sends, FULL, {}, 7 * 40 + 7 * 18 + 18)
+    """Backward keeps x, the weight, the weight of the norm and the input of the norm."""
+    worlds("gloo", 3).run(backward.backward_collectives, FULL, {}, 7 * 40 + 7 * 18 + 18)
 
 
 def finite_differences(me: Member) -> None:
@@ -142,7 +142,7 @@ def finite_differences(me: Member) -> None:
     step = 1e-6
     for name in names:
         for owner in range(me.world_size if name in ("x", "w") else 1):
-            # a replicated number moves on every rank
+            # a replicated number changes on every rank
             moves = me.rank == owner or name not in ("x", "w")
             for index in range(wide[name].numel()):
                 losses = []
@@ -208,15 +208,15 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     changes, pattern = WRONG[name]
-    worlds("gloo", 2).run(behaviour.refused, AR, {"x": X, "w": W, **changes}, pattern)
+    worlds("gloo", 2).run(behaviour.check_refusal, AR, {"x": X, "w": W, **changes}, pattern)
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.refused_alias, AR, (8, 8), (4, 8), (8, 4))
+    worlds("gloo", 2).run(behaviour.check_alias_is_refused, AR, (8, 8), (4, 8), (8, 4))
 
 
 def results_in_one_place(me: Member) -> list[str]:
-    """What is said of two results with a norm, of which one lies in an input, or in the other."""
+    """The error of two results with a norm, of which one overlaps an input, or the other result."""
     memory, (x, w, ones) = torch.zeros(256), (torch.zeros(4, 8), torch.zeros(6, 8), torch.ones(6))
     y, z, own = memory[:24].view(4, 6), memory[24:48].view(4, 6), torch.zeros(4, 6)
     calls: list[dict[str, torch.Tensor]] = [
@@ -227,7 +227,7 @@ def results_in_one_place(me: Member) -> list[str]:
     return [refusal(tw.matmul_all_reduce, x, w, norm_weight=ones, **given) for given in calls]
 
 
-def test_results_in_one_place_are_named(worlds: Worlds) -> None:
+def test_overlapping_results_are_named(worlds: Worlds) -> None:
     wanted = [
         "residual_out= in the storage of an input",
         "out= in the storage of an input",
@@ -254,7 +254,7 @@ def what_eps_is(me: Member) -> dict[str, str]:
     return said
 
 
-def test_norm_eps_is_a_number_that_ranks_agree_on(worlds: Worlds) -> None:
+def test_norm_eps_is_compared_between_ranks(worlds: Worlds) -> None:
     first, second = worlds("gloo", 2).run(what_eps_is)
     for said in (first, second):
         assert not said.pop("of_no_norm") and said.pop("differs").startswith("RankMismatchError")
@@ -263,8 +263,8 @@ def test_norm_eps_is_a_number_that_ranks_agree_on(worlds: Worlds) -> None:
         assert all(text.startswith("InputError: asked: norm_eps=") for text in said.values()), said
 
 
-def test_ranks_that_disagree(worlds: Worlds) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, AR)
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, AR)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and AR in texts[0]
 

@@ -1,8 +1,8 @@
-"""matmul_all_to_all and its dual, all_to_all_matmul, in worlds of processes, interpreted where
-their plan is fused.
+"""matmul_all_to_all and its dual, all_to_all_matmul, in CPU worlds, interpreted where their plan is
+fused.
 
-One file for both: the bodies, the shapes and the four ways to exchange are the same.
-``test_all_to_all_matmul.py`` has what only the second one can get wrong.
+Both share the bodies, the shapes and the four directions of an exchange.
+``test_all_to_all_matmul.py`` has cases of the second one only.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def test_weight_in_a_larger_tensor(worlds: Worlds, op: str) -> None:
 
 
 @both
-def test_the_same_bits(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 3).run(behaviour.the_same_bits, case(op, 7, 9, 20, "float16", bias=True))
+def test_same_bits_on_every_call(worlds: Worlds, op: str) -> None:
+    worlds("gloo", 3).run(behaviour.same_bits_twice, case(op, 7, 9, 20, "float16", bias=True))
 
 
 def many_shapes(me: Member, op: str) -> None:
-    """Any shape and any way, drawn alike on every rank."""
+    """Random shapes and directions, the same on every rank."""
 
     @settings(max_examples=16, deadline=None, derandomize=True, database=None)
     @given(
@@ -120,8 +120,8 @@ def test_many_shapes(worlds: Worlds, op: str) -> None:
 
 
 def there_and_back(me: Member) -> None:
-    """An exchange and its reverse leave everything as it was; so does Ulysses with weights of
-    one."""
+    """An exchange and its reverse leave everything unchanged, and so does Ulysses with identity
+    weights."""
     x = torch.arange(24.0 * me.world_size).view(4 * me.world_size, 6) + 1000 * me.rank
     for how in HOWS:
         there = Exchange(*how)
@@ -138,7 +138,7 @@ def there_and_back(me: Member) -> None:
     assert torch.equal(tw.all_to_all_matmul(heads, one, scatter_dim=0, gather_dim=1), wide)
 
 
-def test_there_and_back(worlds: Worlds) -> None:
+def test_exchange_and_its_reverse_are_identity(worlds: Worlds) -> None:
     worlds("gloo", 3).run(there_and_back)
 
 
@@ -157,7 +157,7 @@ def test_gradients(worlds: Worlds, op: str, how: tuple[int, int]) -> None:
 
 @both
 @pytest.mark.parametrize("wanted", ["x", "wb"])
-def test_gradients_of_some(worlds: Worlds, op: str, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, op: str, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [case(op, 7, 18, 40, bias=True)], wanted)
 
 
@@ -168,10 +168,10 @@ def test_gradients_in_a_group_of_one(worlds: Worlds, op: str) -> None:
 
 @both
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> None:
-    """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as
-    x."""
+    """What wgrad needs was exchanged already, with dgrad or in forward. As much memory as x is
+    kept."""
     worlds("gloo", 3).run(
-        backward.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
+        backward.backward_collectives, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
     )
 
 
@@ -226,19 +226,24 @@ def test_wrong_input(worlds: Worlds, name: str) -> None:
     op, (x, w, bias, out), (scatter, gather), pattern = WRONG[name]
     options = {"scatter_dim": scatter, "gather_dim": gather}
     worlds("gloo", 2).run(
-        behaviour.refused, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options
+        behaviour.check_refusal, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options
     )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
     worlds("gloo", 2).run(
-        behaviour.refused_alias, OUT, (8, 8), (4, 8), (16, 2), {"scatter_dim": 1, "gather_dim": 0}
+        behaviour.check_alias_is_refused,
+        OUT,
+        (8, 8),
+        (4, 8),
+        (16, 2),
+        {"scatter_dim": 1, "gather_dim": 0},
     )
 
 
 @both
-def test_ranks_that_disagree(worlds: Worlds, op: str) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, op, {"scatter_dim": 0, "gather_dim": 0})
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds, op: str) -> None:
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, op, {"scatter_dim": 0, "gather_dim": 0})
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and op in texts[0]
 
@@ -278,7 +283,8 @@ def test_parity(worlds: Worlds, op: str, config: MatmulConfig, how: tuple[int, i
 
 @both
 def test_parity_with_few_programs(worlds: Worlds, op: str) -> None:
-    """Waves and cut tiles; without data that announces itself, programs may run in turn."""
+    """Waves and cut tiles. Programs may run one after the other, as there is no self-signaling
+    data."""
     cases = [case(op, 33, 40, 40, how=how, bias=True) for how in ((1, 0), (0, 1))]
     worlds("gloo", 2).run(parity.parity, cases, replace(COPY_ENGINE, tile_k=8), 5)
 
@@ -316,7 +322,7 @@ def test_two_groups_at_once(worlds: Worlds, op: str, config: MatmulConfig) -> No
 
 
 def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
-    """A good call, then one that rank 1 takes no part in: whom the others name."""
+    """A good call, then one that rank 1 skips. Return which rank the others name."""
     tw.close()
     drawn = case(op, 35, 9, 20)
     with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="1.5"):
@@ -335,8 +341,8 @@ def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
 
 @each_kernel
 def test_a_peer_that_never_calls(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    """The bounded wait names it; copies that wait for its flags are let go, or the thread that
-    makes them would stay."""
+    """The bounded wait names the peer. Copies that wait for its flags are released, or the thread
+    that makes them would never end."""
     seen = worlds("gloo", 3).run(absent, op, config)
     assert (
         seen[1] is None and {seen[0], seen[2]} <= {(op, 1), (op, 0), (op, 2)} and (op, 1) in seen

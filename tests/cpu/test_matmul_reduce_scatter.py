@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter in worlds of processes, interpreted where its plan is fused."""
+"""matmul_reduce_scatter in CPU worlds, interpreted where its plan is fused."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
     worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(6, 20, 40, bias=True))
 
 
-def test_the_same_bits(world: World) -> None:
-    world.run(behaviour.the_same_bits, case(7, 18, 40, "float16", bias=True))
+def test_same_bits_on_every_call(world: World) -> None:
+    world.run(behaviour.same_bits_twice, case(7, 18, 40, "float16", bias=True))
 
 
 def many_shapes(me: Member) -> None:
-    """Any shape, drawn alike on every rank."""
+    """Random shapes, the same on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
@@ -104,7 +104,7 @@ def test_gradients_in_half_precision(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb", "xw"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [case(7, 18, 40, bias=True)], wanted)
 
 
@@ -113,8 +113,8 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
 
 
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds) -> None:
-    """dgrad hands the gathered gradient to wgrad and to the bias."""
-    worlds("gloo", 3).run(backward.what_backward_sends, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
+    """dgrad passes the gathered gradient on to wgrad and to the bias."""
+    worlds("gloo", 3).run(backward.backward_collectives, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
 
 
 def finite_differences(me: Member) -> None:
@@ -134,7 +134,7 @@ def finite_differences(me: Member) -> None:
     (tw.matmul_reduce_scatter(*leaves, call.bias) * weights.float()).sum().backward()
     step = 1e-6
     for which, leaf in enumerate(leaves):
-        # one rank moves one number, all ranks see their loss change
+        # one rank changes one number, all ranks see their loss change
         for owner in range(me.world_size):
             for index in range(leaf.numel()):
                 sides = []
@@ -192,16 +192,16 @@ WRONG = {
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     (x, w, bias, out), pattern = WRONG[name]
     worlds("gloo", 2).run(
-        behaviour.refused, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern
+        behaviour.check_refusal, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern
     )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.refused_alias, RS, (8, 8), (4, 8), (4, 4))
+    worlds("gloo", 2).run(behaviour.check_alias_is_refused, RS, (8, 8), (4, 8), (4, 4))
 
 
-def test_ranks_that_disagree(worlds: Worlds) -> None:
-    texts = worlds("gloo", 3).run(behaviour.disagree, RS)
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
+    texts = worlds("gloo", 3).run(behaviour.mismatch_error, RS)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and RS in texts[0]
 
@@ -216,8 +216,8 @@ COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2,
 transports = pytest.mark.parametrize(
     "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
 )
-# only for tiles that span shards: interpreted programs run in turn, and others wait for any of a
-# peer's
+# only for tiles that span shards: interpreted programs run one after the other, and other tiles
+# wait for any program of a peer
 PROGRAMS = 5
 
 SHAPES = {

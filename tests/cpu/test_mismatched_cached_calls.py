@@ -1,5 +1,5 @@
-"""Calls that ranks disagree about, of what all of them have called before: nothing that is kept
-stands for a comparison."""
+"""Mismatched calls that all ranks have made before: cached results of checks do not replace the
+comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = (8, 9)
 
 
 def disagree_on_what_is_known(me: Member, odd: int) -> str:
-    """Both calls are accepted, and kept, on every rank; then one rank makes the other one."""
+    """Both calls are accepted and cached on every rank. Then one rank makes the other call."""
     w = torch.ones(16, 32)
     with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1", TILEWEAVE_TIMEOUT="3"):
         for rows in ROWS * 2:
@@ -24,12 +24,12 @@ def disagree_on_what_is_known(me: Member, odd: int) -> str:
         me.barrier()
         with pytest.raises(tw.RankMismatchError) as caught:
             tw.all_gather_matmul(torch.ones(ROWS[me.rank == odd], 32), w)
-        y = tw.all_gather_matmul(torch.ones(8, 32), w)  # nothing was sent, so all go on
+        y = tw.all_gather_matmul(torch.ones(8, 32), w)  # nothing was sent, so all ranks go on
     assert torch.equal(y, torch.full((8 * me.world_size, 16), 32.0))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_debugging_compares_calls_that_are_known(worlds: Worlds, odd: int) -> None:
+def test_debugging_compares_cached_calls(worlds: Worlds, odd: int) -> None:
     texts = worlds("gloo", 2).run(disagree_on_what_is_known, odd)
     assert len(set(texts)) == 1 and "allowed: the same operator" in texts[0], texts

@@ -1,4 +1,4 @@
-"""What ranks must have alike around experts: plans of one group, calls that match, gradients that
+"""What ranks must agree on in expert operators: plans of one group, matching calls, gradients that
 all ranks want."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def world(worlds: Worlds) -> World:
 
 
 def draw(me: Member, tokens: int = 4, experts: int = 2) -> tuple[torch.Tensor, ...]:
-    """x, ids, and weights of this rank's experts, up and down."""
+    """x, ids, and weights of the experts of this rank, up and down."""
     generator = torch.Generator().manual_seed(me.rank)
     ids = torch.randint(0, experts * me.world_size, (tokens, 2), generator=generator)
     sizes = ((tokens, 8), (experts, 6, 8), (experts, 8, 6))
@@ -44,7 +44,7 @@ def draw(me: Member, tokens: int = 4, experts: int = 2) -> tuple[torch.Tensor, .
 
 def plans_of_others(me: Member) -> list[str]:
     """A plan of ranks 0 and 1 (2 and 3) in the group of ranks 0 and 2 (1 and 3): of the same size,
-    and all rows are others."""
+    but with other rows."""
     one = me.group(0, 1) or me.group(2, 3) if me.rank < 2 else [me.group(0, 1), me.group(2, 3)][1]
     if me.rank < 2:
         me.group(2, 3)
@@ -71,7 +71,7 @@ def test_a_plan_of_another_group_is_refused(worlds: Worlds) -> None:
 def plans_of_other_experts(me: Member) -> list[str]:
     x, ids, up, down = draw(me, experts=4)
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
-    more = torch.cat([down, down[:1]])  # whose table is as large
+    more = torch.cat([down, down[:1]])  # its table has the same size
     calls: list[Callable[..., object]] = [
         tw.grouped_matmul_combine,
         lambda *a: tw.explain("grouped_matmul_combine", *a),
@@ -88,8 +88,8 @@ def test_a_plan_of_other_experts_is_refused(world: World, interpreted: bool) -> 
 
 
 def plans_go_everywhere(me: Member) -> list[bool]:
-    """As inputs of compiled functions and of checkpoints, copied; and a plan that names no group
-    goes with any."""
+    """Plans are inputs of compiled functions and of checkpoints, and are copied. A plan without a
+    group fits any group."""
     x, ids, up, down = draw(me)
     up.requires_grad_()
     torch._dynamo.reset()
@@ -116,18 +116,18 @@ def plans_go_everywhere(me: Member) -> list[bool]:
     return found
 
 
-def test_plans_are_inputs_like_others(world: World) -> None:
+def test_plans_are_ordinary_inputs(world: World) -> None:
     assert world.run(plans_go_everywhere, timeout=100) == [[True] * 8] * 2
 
 
-def test_plans_are_compared_as_things() -> None:
-    """Two tables are not: that would be a tensor, or a wait for the device."""
+def test_plans_are_compared_by_identity() -> None:
+    """Values of tables are not compared: that would give a tensor, or wait for the device."""
     one, other = (reference_plan(torch.zeros(1, 3, 2, dtype=torch.int64), 0, 2) for _ in range(2))
     assert one == one and one != other and len({one, other}) == 2
 
 
-def test_fields_of_a_plan_begin_at_16_bytes() -> None:
-    """As kernels are compiled for."""
+def test_plan_fields_are_aligned_to_16_bytes() -> None:
+    """Kernels are compiled for this alignment."""
     plan = reference_plan(torch.zeros(3, 5, 3, dtype=torch.int64), 1, 18)
     assert all(field.storage_offset() % 4 == 0 for field in plan.fields)
 
@@ -192,12 +192,12 @@ NAMES = (
     "out",
     "memory",
 )
-DIFFER = ("N", "K", "dtype")  # each is sound alone
+DIFFER = ("N", "K", "dtype")  # each is valid by itself
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_raise_at_once_when_debugging(world: World, name: str) -> None:
-    """The rank that made the mistake its own error, the others what it says."""
+def test_all_ranks_raise_when_debugging(world: World, name: str) -> None:
+    """The rank that made the mistake raises its own error, the others report it."""
     (first, _), (second, _) = found = world.run(compared, name)
     assert first.startswith("RankMismatchError"), first
     assert second.startswith("RankMismatchError" if name in DIFFER else "InputError"), second
@@ -220,8 +220,8 @@ def weights_that_one_rank_trains(me: Member) -> str:
 @pytest.mark.parametrize(
     ("debug", "interpreted"), [("0", "1"), ("1", "0")], ids=["fused", "debugging"]
 )
-def test_weights_that_one_rank_trains_are_told(debug: str, interpreted: str) -> None:
-    """Without an error, one rank would be in an exchange of gradients that the other leaves out."""
+def test_weights_trained_on_one_rank_raise(debug: str, interpreted: str) -> None:
+    """Without an error, one rank would wait in an exchange of gradients that the other skips."""
     extra = {
         "TILEWEAVE_TIMEOUT": "5",
         "WORLD_ENDS_WELL": "0",
@@ -233,7 +233,7 @@ def test_weights_that_one_rank_trains_are_told(debug: str, interpreted: str) -> 
 
 
 def forward_alone(me: Member) -> bool:
-    """One rank evaluates under no_grad, on an empty batch that needs no gradient, where the other
+    """One rank evaluates under no_grad, on an empty batch that needs no gradient, while the other
     one keeps a graph."""
     torch.manual_seed(0)
     layer = MoE(8, 6, 4, 2, max_tokens=3)
@@ -253,7 +253,7 @@ def test_a_forward_alone_may_differ_in_gradients(world: World, interpreted: bool
 
 
 def kept_for_sizes(me: Member) -> list[int]:
-    """Entries of all caches after calls with few sizes, and after calls with many."""
+    """Entries of all caches after calls of few sizes, and after calls of many."""
     _, _, up, down = draw(me)
     tw.close()
     counts = []
@@ -275,14 +275,13 @@ def kept_for_sizes(me: Member) -> list[int]:
     return counts
 
 
-def test_nothing_is_kept_for_a_number_of_tokens(world: World) -> None:
+def test_caches_do_not_grow_with_token_counts(world: World) -> None:
     for few, many in world.run(kept_for_sizes):
         assert 0 < few == many
 
 
 def tokens_on_later_calls(me: Member) -> list[str]:
-    """What depends on the number of tokens is looked at on every call, though the rest is looked at
-    once."""
+    """What depends on the number of tokens is checked on every call, and the rest once."""
     x, ids, up, down = draw(me)
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
     weights = torch.ones(4, 2)

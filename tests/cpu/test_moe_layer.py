@@ -1,4 +1,4 @@
-"""nn.MoE in worlds of processes, against the whole layer on one device."""
+"""nn.MoE in CPU worlds, against the whole layer on one device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def test_layer(worlds: Worlds) -> None:
     worlds("gloo", 3).run(moe.layer_over_ranks, layers)
 
 
-def test_on_one_rank(worlds: Worlds) -> None:
+def test_layer_on_one_rank(worlds: Worlds) -> None:
     worlds("gloo", 1).run(moe.layer_over_ranks, [Layer((6,), shared=4)])
 
 
-def test_in_half(worlds: Worlds) -> None:
+def test_layer_in_half_precision(worlds: Worlds) -> None:
     worlds("gloo", 2).run(moe.layer_over_ranks, [Layer((6,), dtype="bfloat16")])
 
 
-def test_compiled(worlds: Worlds) -> None:
+def test_layer_compiled(worlds: Worlds) -> None:
     worlds("gloo", 2).run(moe.layer_over_ranks, [Layer((4,))], "aot_eager", timeout=100)

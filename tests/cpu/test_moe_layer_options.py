@@ -1,5 +1,5 @@
-"""nn.MoE beside its arithmetic: what it starts as (linear layers too), what it loads, which tokens
-and routers it takes."""
+"""nn.MoE apart from its arithmetic: initial weights (of linear layers, too), state_dict, tokens and
+routers it accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world(worlds: Worlds) -> World:
     return worlds("gloo", 2)
 
 
-# --- Start ---
+# --- Initial weights ---
 
 MAKERS = {
     "experts": lambda **how: MoE(8, 6, 4, 2, shared_intermediate_size=6, **how),
@@ -72,7 +72,7 @@ def shapes_in_fake_mode(me: Member) -> list[tuple[int, ...]]:
 
 
 def test_layers_can_be_made_of_fake_tensors(world: World) -> None:
-    """Where memory is planned before there is any: a draw has no value there."""
+    """Fake tensors have no memory, so a random draw has no value."""
     for shapes in world.run(shapes_in_fake_mode):
         assert (2, 12, 8) in shapes and (6, 8) in shapes and (12, 4) in shapes, shapes
 
@@ -90,10 +90,10 @@ def loaded(me: Member) -> list[str]:
         return {name: change(t) if name.startswith("experts.") else t for name, t in whole.items()}
 
     wrong = [
-        with_experts(lambda t: torch.cat([t, t])),  # of a larger layer: its first ones would fit
+        with_experts(lambda t: torch.cat([t, t])),  # of a larger layer: its first experts would fit
         with_experts(lambda t: t[:3]),  # would fit on the first rank
         with_experts(lambda t: t.sum()),
-        module.state_dict(),  # a shard: would fit on a rank of none
+        module.state_dict(),  # a shard: would fit on a rank without experts
     ]
     return [refusal(module.load_whole_state_dict, state) for state in wrong]
 
@@ -109,7 +109,7 @@ def test_only_states_of_the_whole_layer_are_loaded(world: World) -> None:
 
 
 class Router(nn.Module):
-    """All weights 1 / k, tokens in turn; not contiguous."""
+    """All weights are 1 / k, and tokens choose experts in turn; not contiguous."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ids = (torch.arange(2 * len(x)) % 4).view(2, len(x)).t()
@@ -140,7 +140,7 @@ def gates_in_fp32(me: Member) -> list[object]:
     torch.manual_seed(0)
     layer = MoE(8, 6, 4, 2, dtype=torch.bfloat16)
     layer.gate.float()
-    with torch.no_grad():  # experts that only fp32 tells apart
+    with torch.no_grad():  # experts whose logits differ in fp32 only
         layer.gate.weight.copy_(
             torch.ones(4, 8) + 1e-4 * torch.tensor([3.0, 0.0, 2.0, 1.0])[:, None]
         )
@@ -157,7 +157,7 @@ def gates_in_fp32(me: Member) -> list[object]:
     ]
 
 
-def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
+def test_gate_may_be_wider_than_its_tokens(world: World) -> None:
     half = torch.bfloat16
     assert world.run(gates_in_fp32) == [[half, half, torch.float32, half, [[0, 2]] * 3]] * 2
 
@@ -166,8 +166,8 @@ def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
 
 
 def biased(me: Member) -> list[bool]:
-    """A bias for each expert by row, as the docstring of a dispatch has it, where memory has been
-    anything before."""
+    """A bias per expert, added to each row as in the docstring of dispatch, where memory is
+    uninitialized."""
     torch.manual_seed(me.rank)
     found = []
     for _ in range(4):
@@ -205,5 +205,5 @@ def biased(me: Member) -> list[bool]:
 
 
 @PATHS
-def test_a_bias_by_row_has_a_row_for_what_is_undefined(world: World, interpreted: bool) -> None:
+def test_bias_per_row_covers_undefined_rows(world: World, interpreted: bool) -> None:
     assert run_either(world, interpreted, biased) == [[True] * 4] * 2

@@ -1,7 +1,7 @@
-"""Any shape, stride, dtype and alignment, and what is not finite: the public call equals fp64, or
-says what is wrong.
+"""Random shapes, strides, dtypes and alignments, and values that are not finite: the public call
+equals fp64, or raises an error that says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the judge.
+``tests/support/properties.py`` has the strategies and the check of a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.properties import for_any, in_world
 
 import tileweave as tw
 
-OPS = {AG: 60, RS: 30, AR: 40}  # examples of each
+OPS = {AG: 60, RS: 30, AR: 40}  # examples per property
 
 
 @pytest.mark.timeout(3000)
@@ -43,14 +43,14 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds, op: str) -> None:
 
     def check(example: tuple[str, str, int]) -> None:
         other = "out=" if example[1] == "residual_out" else "an input"
-        for text in world.run(properties.aliases, example):
+        for text in world.run(properties.alias_error, example):
             assert f"in the storage of {other};" in text, f"{example}: {text!r}"
 
     for_any(st.tuples(st.just(op), st.sampled_from(INPUTS[op]), st.integers(0, 3000)), 12, check)
 
 
 def public_words(me: Member, sizes: tuple[int, int, int]) -> None:
-    """explain, warmup, synchronize and close take any sizes, and agree with each other."""
+    """explain, warmup, synchronize and close accept any sizes, and agree with each other."""
     rows, cols, depth = sizes
     x, w = torch.zeros(rows, depth), torch.zeros(cols, depth)
     plan = tw.explain(AG, x, w)
@@ -70,6 +70,6 @@ def public_words(me: Member, sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_other_public_words(worlds: Worlds) -> None:
+def test_other_public_functions(worlds: Worlds) -> None:
     strategy = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 40))
     for_any(strategy, 15, in_world(worlds("gloo", 2), public_words))

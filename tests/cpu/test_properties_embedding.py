@@ -1,8 +1,8 @@
-"""Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an
+"""Random tables, bags and jagged lists: pooled vectors equal fp64, distributed lists arrive, or an
 error says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the judge, ``tests/support/embedding.py`` the
-oracle.
+``tests/support/properties.py`` has the strategies and the check of a result,
+``tests/support/embedding.py`` the oracle.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ pytest.importorskip("hypothesis")
 from hypothesis import strategies as st
 from tests.support.properties import (
     Planted,
+    check_result,
     dtypes,
     for_any,
     in_world,
-    judge,
     offsets,
-    placed,
-    plant,
     planted,
     scale_of,
+    with_gaps,
+    write_special_values,
 )
 
 import tileweave as tw
@@ -39,8 +39,8 @@ from tileweave.planning.sharding import rows_of
 
 @dataclass(frozen=True)
 class Example:
-    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists,
-    result off 16 bytes."""
+    """``result``: "new", "out", or "again", into an earlier result. ``offset``: by how many
+    elements tables, lists and result are off 16 bytes."""
 
     case: Case
     seed: int
@@ -80,7 +80,9 @@ EXAMPLES = st.builds(
 def drawn(example: Example, rank: int) -> Bags:
     bags = embedding.draw(example.case, rank, torch.device("cpu"), example.seed)
     if bags.tables:
-        plant([bags.tables[0]] * 2, tuple(one for one in example.planted if one[0] == rank))
+        write_special_values(
+            [bags.tables[0]] * 2, tuple(one for one in example.planted if one[0] == rank)
+        )
     return bags
 
 
@@ -103,11 +105,11 @@ def check_call(me: Member, example: Example) -> None:
             largest, scale_of(*theirs.tables) * (scale_of(theirs.weights) if case.weighted else 1.0)
         )
     at_tables, at_lists, at_out = example.offset
-    weights = None if bags.weights is None else placed(bags.weights, at_lists)
+    weights = None if bags.weights is None else with_gaps(bags.weights, at_lists)
     arguments = (
-        [placed(t, at_tables) for t in bags.tables],
-        placed(bags.indices, at_lists),
-        placed(bags.offsets, at_lists),
+        [with_gaps(t, at_tables) for t in bags.tables],
+        with_gaps(bags.indices, at_lists),
+        with_gaps(bags.offsets, at_lists),
     )
     options: dict[str, object] = {
         "batch": case.batch,
@@ -118,19 +120,19 @@ def check_call(me: Member, example: Example) -> None:
     }
     out = None
     if example.result == "out":
-        out = placed(torch.full(want.shape, float("nan"), dtype=case.result_dtype), at_out)
+        out = with_gaps(torch.full(want.shape, float("nan"), dtype=case.result_dtype), at_out)
     elif example.result == "again":
         out = tw.embedding_bag_all_to_all(*arguments, **options)  # type: ignore[arg-type]
         out.fill_(float("nan"))
     y = tw.embedding_bag_all_to_all(*arguments, out=out, **options)  # type: ignore[arg-type]
     assert y.dtype == case.result_dtype and (out is None or y is out)
     scale = largest * max(1, case.longest, case.giant) ** 0.5
-    judge(y, want, scale)
+    check_result(y, want, scale)
     if bags.tables:  # the local lookup
         alone = tw.embedding_bag(
             *arguments, mode=case.mode, per_sample_weights=weights, out_dtype=case.result_dtype
         )
-        judge(alone, embedding.pooled(bags, case), scale)
+        check_result(alone, embedding.pooled(bags, case), scale)
 
 
 @pytest.mark.timeout(2000)
@@ -138,8 +140,8 @@ def test_any_bags(worlds: Worlds) -> None:
     for_any(EXAMPLES, 35, in_world(worlds("gloo", 2), check_call))
 
 
-def aliases(me: Member, example: tuple[str, int]) -> str:
-    """``out=`` in the storage of an input: what the error says ("": there is none)."""
+def alias_error(me: Member, example: tuple[str, int]) -> str:
+    """Pass ``out=`` in the storage of an input. Return the error ("": there is none)."""
     which, shift = example
     storage = torch.zeros(4096)
     table, weights = torch.ones(5, 4), torch.ones(2 * me.world_size)
@@ -165,7 +167,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds) -> None:
     world = worlds("gloo", 2)
 
     def check(example: tuple[str, int]) -> None:
-        for text in world.run(aliases, example):
+        for text in world.run(alias_error, example):
             assert "storage of an input" in text, f"{example}: {text!r}"
 
     for_any(st.tuples(st.sampled_from(["tables", "weights"]), st.integers(0, 3000)), 8, check)
@@ -176,7 +178,7 @@ def test_out_never_shares_memory_with_an_input(worlds: Worlds) -> None:
 
 @dataclass(frozen=True)
 class Lists:
-    """``features``: by rank; all ranks' jagged lists follow from ``seed``."""
+    """``features`` is indexed by rank. The jagged lists of all ranks follow from ``seed``."""
 
     features: tuple[tuple[int, ...], tuple[int, ...]]
     samples: int
@@ -222,7 +224,7 @@ LISTS = st.builds(
 
 def check_lists(me: Member, example: Lists) -> None:
     everyone = [example.of(rank) for rank in range(me.world_size)]
-    lengths, values, scales = (placed(t, example.offset) for t in everyone[me.rank])
+    lengths, values, scales = (with_gaps(t, example.offset) for t in everyone[me.rank])
     weights = None if example.weight_dtype is None else scales.to(example.weight_dtype)
     indices, ends, got = tw.distribute_indices(lengths, values, example.features, weights=weights)
     want: list[list] = [[], []]
@@ -248,8 +250,8 @@ def test_any_lists(worlds: Worlds) -> None:
 
 
 def pieces_agree(me: Member) -> None:
-    """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of
-    worlds of one to four."""
+    """The kernels and plain torch give the same messages, offsets, sums and pieces, for every rank
+    of worlds of one to four."""
     from tileweave.kernels.embedding import jagged as jagged_pieces
     from tileweave.ops.embedding.distribute_indices import InTorch
 
@@ -291,7 +293,7 @@ def pieces_agree(me: Member) -> None:
 
 
 def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-untyped-def]
-    """Of each rank: its messages, and what it makes of those that come, exchanged here."""
+    """Per rank: its messages, and what it makes of the ones it receives, exchanged here."""
     from tileweave.ops.embedding.distribute_indices import _layout
 
     made = []
@@ -310,12 +312,13 @@ def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-unt
     return found
 
 
-def test_kernels_and_torch_cut_the_same_pieces(worlds: Worlds) -> None:
+def test_kernels_and_torch_make_the_same_pieces(worlds: Worlds) -> None:
     worlds("gloo", 1).run(pieces_agree)
 
 
 def wrong_lists(me: Member, what: str) -> str:
-    """Rank 1 passes something wrong: what each rank is told, and that the next call is fine."""
+    """Rank 1 passes a wrong argument: check the error of each rank, and that the next call
+    works."""
     lists = Lists(((0, 1), (2,)), 3, 3, torch.int64, torch.int64, None, 0, 5)
     lengths, values, _ = lists.of(me.rank)
     options: dict[str, object] = {}
@@ -336,9 +339,7 @@ def wrong_lists(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "text"), [("values", "values"), ("negative", "lengths below 0")])
-def test_what_only_the_device_knows_is_told_to_every_rank(
-    worlds: Worlds, what: str, text: str
-) -> None:
+def test_device_side_errors_reach_every_rank(worlds: Worlds, what: str, text: str) -> None:
     for said in worlds("gloo", 2).run(wrong_lists, what):
         assert "rank 1" in said and text in said and "remedy: " in said, said
 
@@ -354,7 +355,8 @@ LOCAL = {
 
 
 def refused(me: Member, name: str) -> None:
-    """Wrong on one rank: raised there, before anything is sent; the others do not call."""
+    """A wrong argument on one rank raises there, before anything is sent. The others do not
+    call."""
     if me.rank == 0:
         lists = Lists(((0, 1), (2,)), 3, 3, torch.int64, torch.int64, None, 0, 5)
         lengths, values, _ = lists.of(me.rank)
@@ -367,5 +369,5 @@ def refused(me: Member, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_refused_before_anything_is_sent(worlds: Worlds, name: str) -> None:
+def test_wrong_lists_are_refused_before_sending(worlds: Worlds, name: str) -> None:
     worlds("gloo", 2).run(refused, name)

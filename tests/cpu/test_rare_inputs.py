@@ -1,4 +1,4 @@
-"""Input that is allowed and seldom seen, and what is refused because kernels would read past it;
+"""Rare inputs that are allowed, and inputs that are refused because kernels would read past them;
 two ranks."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def change_of_tables(me: Member, weighted: bool) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_step_leaves_frozen_tables_alone(world, weighted: bool) -> None:
+def test_step_leaves_frozen_tables_unchanged(world, weighted: bool) -> None:
     assert world.run(change_of_tables, weighted) == [[(True, True), (False, False)]] * 2
 
 
@@ -69,7 +69,7 @@ def optimizers_refused(me: Member) -> list[str]:
     return [refusal(tw.embedding_bag, tables, indices, offsets, optimizer=o) for o in wrong]
 
 
-def test_states_that_kernels_would_misread_are_refused(world) -> None:
+def test_wrong_optimizer_states_are_refused(world) -> None:
     for errors in world.run(optimizers_refused):
         assert all(error.startswith("InputError") for error in errors), errors
 
@@ -102,7 +102,7 @@ def test_moments_are_saved_and_move_with_the_tables(world) -> None:
     assert world.run(moved_and_saved) == [[True, True, True, {torch.bfloat16}, {"cpu"}]] * 2
 
 
-def test_an_unknown_optimizer_is_refused_at_once(world) -> None:
+def test_unknown_optimizer_is_refused(world) -> None:
     assert all("optimizer 'nope'" in error for error in world.run(unknown_optimizer))
 
 
@@ -125,7 +125,7 @@ def whole_tables_of_none(me: Member) -> list[torch.Tensor]:
     return ShardedEmbeddingBag([]).whole_tables()
 
 
-def test_there_may_be_no_tables(world) -> None:
+def test_no_tables_are_allowed(world) -> None:
     assert world.run(whole_tables_of_none) == [[]] * 2
 
 
@@ -144,7 +144,7 @@ def ids_refused(me: Member) -> list[str]:
     ]
 
 
-def test_ids_with_gaps_and_weights_whose_gradient_would_be_lost_are_refused(world) -> None:
+def test_strided_ids_and_lost_weight_gradients_are_refused(world) -> None:
     for with_gaps, weights, tracked in world.run(ids_refused):
         assert "strides (2,)" in with_gaps and "strides (2,)" in weights and "gradient" in tracked
 
@@ -170,7 +170,7 @@ def plans_refused(me: Member) -> list[str]:
         ]
 
 
-def test_a_plan_of_other_tokens_and_a_result_in_its_input_are_refused(world) -> None:
+def test_plan_of_other_tokens_and_aliased_result_are_refused(world) -> None:
     for tokens, rows, alias in world.run(plans_refused):
         assert (
             "2 tokens with ids of 4" in tokens and "plan" in rows and "storage of an input" in alias
@@ -212,13 +212,13 @@ def of_autograd(me: Member) -> list[object]:
     return [out._version > before, table._version > counted, again.startswith("UnsupportedError")]
 
 
-def test_autograd_knows_what_kernels_wrote_and_what_they_cannot_differentiate(world) -> None:
+def test_autograd_tracks_writes_and_undifferentiable_inputs(world) -> None:
     assert world.run(of_autograd) == [[True] * 3] * 2
 
 
 def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dtype]]:
-    """Of each module: the dtype of its result, how far that is from the one in fp32, and the dtype
-    of its weights' gradient."""
+    """Per module: the dtype of its result, the distance of that from the result in fp32, and the
+    dtype of its weight gradient."""
     torch.manual_seed(me.rank)
     found = []
     for layer, x in (
@@ -242,7 +242,7 @@ def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dt
     return found
 
 
-def test_layers_take_part_in_autocast(world) -> None:
+def test_layers_support_autocast(world) -> None:
     for found in world.run(layers_under_autocast):
         for dtype, error, gradient in found:
             assert dtype == torch.bfloat16 and error < 0.05 and gradient == torch.float32
@@ -258,8 +258,8 @@ def test_a_dimension_of_zero_keeps_the_others(world) -> None:
 
 
 def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
-    """A layer keeps the name of its group, and so does compiled code; the group is destroyed, and
-    another one of that name has its ranks the other way."""
+    """A layer keeps the name of its group, and so does compiled code. The group is destroyed, and
+    another one of that name has its ranks in reverse order."""
     layer = tw.nn.ColumnParallelLinear(8, 8, bias=False)
     compiled = torch.compile(layer, backend="aot_eager")
     right = []
@@ -277,13 +277,13 @@ def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
     return right
 
 
-def test_a_layer_finds_a_group_that_took_the_name_of_its_own(tmp_path: Path) -> None:
+def test_layer_finds_a_new_group_of_the_same_name(tmp_path: Path) -> None:
     outcomes = one_shot("gloo", 2, rows_after_ranks_changed, str(tmp_path / "store"))
     assert [outcome.value for outcome in outcomes] == [[True] * 4] * 2
 
 
 def odd_one_of_many_features(me: Member) -> str:
-    """The list of features alone is longer than what ranks tell each other."""
+    """The list of features alone is longer than the text that ranks exchange."""
     features = [list(range(100)), list(range(100, 200))]
     lengths = torch.ones(200 * (1 + me.rank), dtype=torch.int64)
     with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
@@ -295,7 +295,7 @@ def odd_one_of_many_features(me: Member) -> str:
         )
 
 
-def test_ranks_that_differ_behind_many_features_are_found(world) -> None:
+def test_mismatch_after_many_features_is_found(world) -> None:
     assert all(
         text.startswith("RankMismatchError: asked: rank")
         for text in world.run(odd_one_of_many_features)
@@ -328,7 +328,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
     ]
 
 
-def test_unfused_calls_that_do_not_match_raise_on_every_rank(world) -> None:
+def test_unfused_mismatch_raises_on_every_rank(world) -> None:
     first, second = world.run(unfused_calls_that_differ)
     assert first == second
     *refused, after = first
@@ -338,7 +338,7 @@ def test_unfused_calls_that_do_not_match_raise_on_every_rank(world) -> None:
     assert "sends 4 elements to rank 1, which expects 3" in refused[-1]
 
 
-# one of each rank
+# one per rank
 SUMS = {
     torch.float16: (2048, 1, 1),
     torch.float32: (1e8, 1, -1e8),

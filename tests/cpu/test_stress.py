@@ -1,4 +1,4 @@
-"""`tileweave check --stress` in small: it runs where there are no GPUs, and it notices."""
+"""`tileweave check --stress` on a small scale: it runs without GPUs, and finds wrong results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tileweave.launcher import Member, launch
 
 
 def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
-    """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand
-    then."""
+    """All operators, past both wraps of the epochs: (wrong, moves), operators, and the epochs at
+    the end."""
     from tileweave.commands import stress
 
     quick = {"_DATA": 1, "_BELOW_WRAP": 3, "_BATCH": 20, "_POISONED": 1.0}
@@ -36,7 +36,7 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
     return (outcome.wrong + outcome.other_bits, outcome.moves), set(outcome.counts), epochs
 
 
-def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
+def wrong_on_one_rank(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     from tileweave.bench.samples import samples_of
     from tileweave.commands import stress
 
@@ -46,7 +46,7 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     def sometimes_wrong(self, operands, group, *rest, **named):
         result = call(self, operands, group, *rest, **named)
         made[0] += 1
-        # behind the calls that make what others are compared with
+        # after the calls whose results others are compared with
         if member.rank == wrong_rank and made[0] > 20:
             result[0].view(-1)[-1] += 1000 if made[0] % 2 else 0
         return result
@@ -57,17 +57,17 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     ):
         outcome = stress.stress(member, 30, 3, 100.0)
     assert outcome.moves == outcome.asked and f"{outcome.wrong} wrong" in str(outcome)
-    # what --json writes
+    # the output of --json
     assert json.loads(json.dumps(asdict(outcome)))["counts"] == {"all_gather_matmul": 30}
     return outcome.calls, outcome.wrong, outcome.other_bits
 
 
 def both(member: Member) -> tuple:
-    return everything(member), one_that_lies(member, 1)
+    return everything(member), wrong_on_one_rank(member, 1)
 
 
 @pytest.mark.timeout(250)
-def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
+def test_stress_runs_every_operator_and_finds_a_wrong_rank() -> None:
     (right, ops, epochs), (calls, wrong, other_bits) = launch(
         both, world_size=2, device_type="cpu", seconds=220
     )
@@ -80,7 +80,7 @@ def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
 
 
 @pytest.mark.parametrize("wrap", [2**31, 2**32])
-def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
+def test_stress_moves_epochs_to_the_wrap(wrap: int) -> None:
     from tileweave.commands.stress import _near_the_wrap
     from tileweave.transport.protocol import EPOCH
 

@@ -1,5 +1,4 @@
-"""Gradients, layers, experts and tables in a group that is not the world: ranks 0 and 2 of
-three."""
+"""Gradients, layers, experts and tables in a subgroup: ranks 0 and 2 of three."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ DENSE = ((AG, None), (RS, None), (AR, None), (OUT, (1, 0)), (IN, (0, 1)))
 
 
 def in_the_group(me: Member, body: Callable[..., None], *args: object) -> None:
-    """``body(me, group, rank, size)`` on its members; everybody waits for them."""
+    """Run ``body(me, group, rank, size)`` on the members; all ranks wait for them."""
     group = me.group(*MEMBERS)
     if group is not None:
         body(me, group, dist.get_rank(group), len(MEMBERS), *args)
@@ -90,10 +89,10 @@ def experts(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     torch.stack([y.square().sum() for y in ys]).sum().backward()
     y = module(xs[rank])
     y.square().sum().backward()
-    moe.near(y, ys[rank].detach(), layer, "y")
+    moe.verify_near(y, ys[rank].detach(), layer, "y")
     mine = slice(rank * layer.experts, (rank + 1) * layer.experts)
     for name in ("down_proj", "gate_up_proj"):
-        moe.near(
+        moe.verify_near(
             getattr(module.experts, name).grad, leaves[f"experts.{name}"].grad[mine], layer, name
         )
 
@@ -145,8 +144,6 @@ def a_thread_a_group(me: Member) -> list[bool]:
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "unfused"])
-def test_threads_with_a_group_each_do_not_wait_for_each_other(
-    worlds: Worlds, interpreted: bool
-) -> None:
-    """Who waits holds the connection to the store."""
+def test_threads_with_own_groups_do_not_block_each_other(worlds: Worlds, interpreted: bool) -> None:
+    """A rank that waits occupies the connection to the store."""
     assert run_either(worlds("gloo", 2), interpreted, a_thread_a_group) == [[True, True]] * 2

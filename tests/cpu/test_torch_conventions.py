@@ -1,5 +1,5 @@
-"""What users of torch expect of any operator: devices, modes, copies of processes, compiled sizes,
-odd choices of experts."""
+"""What users of torch expect of any operator: devices, modes, forks, compiled sizes, unusual
+choices of experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw(me: Member, local_experts: int, tokens: int = 3) -> tuple[torch.Tensor,
 def run_experts(
     me: Member, ids: torch.Tensor, weights: torch.Tensor, local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What two grouped products give, and what they should."""
+    """Results of two grouped matmuls, and expected results."""
     x, up, down = draw(me, local_experts, ids.shape[0])
     mine = slice(me.rank * local_experts, (me.rank + 1) * local_experts)
     y, plan = tw.dispatch_grouped_matmul(x, up[mine].contiguous(), ids)
@@ -53,7 +53,7 @@ def run_experts(
 
 
 def experts_of_all_kinds(me: Member) -> list[bool]:
-    often = torch.tensor([[0, 0, 0, 1]] * 3)  # more often than a rank has experts
+    often = torch.tensor([[0, 0, 0, 1]] * 3)  # more choices than a rank has experts
     none = torch.tensor([[0, -1], [-1, -1], [1, 5]])
     large = torch.tensor([[2**32, 0], [2**32 + 1, 1], [-(2**63), -7]])
     nan = torch.tensor([[1.0, float("nan")], [float("nan"), float("inf")], [2.0, float("nan")]])
@@ -65,9 +65,9 @@ def experts_of_all_kinds(me: Member) -> list[bool]:
 
 
 @PATHS
-def test_any_choice_of_experts(world: World, interpreted: bool) -> None:
-    """Chosen again and again, none, beyond int32; a weight that is no number counts for no expert
-    nothing."""
+def test_unusual_expert_choices(world: World, interpreted: bool) -> None:
+    """Repeated choices, none, ids beyond int32. A NaN weight counts for nothing where there is no
+    expert."""
     assert run_either(world, interpreted, experts_of_all_kinds) == [[True] * 3] * 2
 
 
@@ -79,7 +79,7 @@ def calls_that_differ(me: Member, what: str) -> str:
     if what == "order":
         square = torch.zeros(1, 8, 8, dtype=kind)
         y, plan = tw.dispatch_grouped_matmul(x, square, ids)
-        tw.grouped_matmul_combine(y, square, plan, None)  # first calls make room, together
+        tw.grouped_matmul_combine(y, square, plan, None)  # first calls allocate memory, together
         tw.synchronize()
         dist.barrier()
         if me.rank:
@@ -94,7 +94,7 @@ def calls_that_differ(me: Member, what: str) -> str:
 
 def told(me: Member, what: str) -> str:
     found = ""
-    for _ in range(2):  # who was first may be told at its next call
+    for _ in range(2):  # the first rank may raise in its next call
         found = found or refusal(lambda: found_or_raise(calls_that_differ(me, what)))
     return found
 
@@ -105,7 +105,7 @@ def found_or_raise(text: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["dtype", "weights", "order"])
-def test_experts_called_differently_are_told(what: str) -> None:
+def test_mismatched_expert_calls_raise(what: str) -> None:
     ends = one_shot("gloo", 2, told, what, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"})
     assert any("RankMismatchError" in str(end.value) for end in ends), ends
     assert all(end.value for end in ends), ends
@@ -153,8 +153,8 @@ def on_two_devices(me: Member) -> list[str]:
 
 
 @PATHS
-def test_what_is_still_on_meta_is_refused(world: World, interpreted: bool) -> None:
-    """torch takes the fake then, whose results are memory that nobody wrote."""
+def test_meta_tensors_are_refused(world: World, interpreted: bool) -> None:
+    """torch runs the fake then, whose results are uninitialized."""
     for errors in run_either(world, interpreted, on_two_devices):
         assert all(error.startswith("InputError") and "meta" in error for error in errors), errors
 
@@ -204,13 +204,13 @@ def changed_in_place(me: Member) -> bool:
 
 
 @PATHS
-def test_results_may_be_changed(world: World, interpreted: bool) -> None:
+def test_results_may_be_modified(world: World, interpreted: bool) -> None:
     assert all(run_either(world, interpreted, changed_in_place))
 
 
 def gradient_with_anomalies_looked_for(me: Member) -> bool:
     torch.manual_seed(me.rank)
-    torch.use_deterministic_algorithms(True)  # fills what nobody wrote with NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     try:
         with torch.autograd.detect_anomaly(check_nan=True):
             x = torch.randn(5, 8, requires_grad=True)
@@ -221,7 +221,7 @@ def gradient_with_anomalies_looked_for(me: Member) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_finds_none_in_experts(world: World) -> None:
+def test_experts_pass_anomaly_detection(world: World) -> None:
     assert all(world.run(gradient_with_anomalies_looked_for))
 
 
@@ -321,7 +321,7 @@ def forked(me: Member) -> tuple[str, bool]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        operator = torch.ops.tileweave.all_gather_matmul  # which is all that compiled code calls
+        operator = torch.ops.tileweave.all_gather_matmul  # compiled code calls nothing else
         name = dist.group.WORLD.group_name
         said = [
             refusal(tw.all_gather_matmul, 100 * x, w),
@@ -336,7 +336,7 @@ def forked(me: Member) -> tuple[str, bool]:
 
 
 @PATHS
-def test_a_forked_process_may_not_call(world: World, interpreted: bool) -> None:
+def test_forked_process_is_refused(world: World, interpreted: bool) -> None:
     for said, right in run_either(world, interpreted, forked):
         assert right and all(
             one.startswith("InputError") and "forked" in one for one in said.split("\n")
@@ -350,18 +350,18 @@ def after_the_end(me: Member) -> str:
     return refusal(layer, x)
 
 
-def test_a_layer_of_a_destroyed_group_is_refused() -> None:
+def test_layer_of_a_destroyed_group_is_refused() -> None:
     ends = one_shot("gloo", 2, after_the_end)
     assert all(str(end.value).startswith("InputError") for end in ends), ends
 
 
 def first_call_of_one(me: Member) -> str:
-    """One rank makes room for an operator where the other gathers for another."""
+    """One rank allocates memory for an operator while the other does so for another operator."""
     os.environ["TRITON_INTERPRET"] = "0" if me.rank else "1"
     return refusal(tw.all_gather_matmul, torch.ones(2, 8), torch.ones(4, 8))
 
 
-def test_a_first_call_beside_another_one_is_told() -> None:
+def test_concurrent_first_calls_of_different_operators_raise() -> None:
     ends = one_shot(
         "gloo", 2, first_call_of_one, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"}
     )
@@ -390,7 +390,7 @@ def results_and_kinds_that_are_none(me: Member) -> list[str]:
     return said
 
 
-def test_lookups_refuse_results_and_steps_that_do_not_fit(world: World) -> None:
+def test_lookups_refuse_wrong_results_and_steps(world: World) -> None:
     for said in world.run(results_and_kinds_that_are_none):
         assert all(text.startswith("InputError: asked: out (") for text in said[:5]), said
         assert all(text.startswith("InputError: asked: optimizer ") for text in said[5:]), said

@@ -1,5 +1,5 @@
-"""What training stacks do around layers: seeds that ranks share, compilers that meet a whole
-module, modes below autograd."""
+"""What training frameworks do with layers: seeds that ranks share, compilation of whole modules,
+modes below autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tables_of(count: int) -> list[TableSpec]:
 # --- Seeds ---
 
 
-def drawn_behind(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
+def drawn_after(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
     torch.manual_seed(7)
     bags = ShardedEmbeddingBag(tables_of(tables), device="meta" if on_meta else None)
     if on_meta:
@@ -41,8 +41,8 @@ def drawn_behind(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
 
 @pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
 @pytest.mark.parametrize("tables", [1, 2], ids=["a rank without", "both with"])
-def test_what_ranks_draw_behind_tables_is_alike(world: World, tables: int, on_meta: bool) -> None:
-    first, second = world.run(drawn_behind, tables, on_meta)
+def test_ranks_draw_the_same_numbers_after_tables(world: World, tables: int, on_meta: bool) -> None:
+    first, second = world.run(drawn_after, tables, on_meta)
     assert first == second
 
 
@@ -50,8 +50,8 @@ def test_what_ranks_draw_behind_tables_is_alike(world: World, tables: int, on_me
 
 
 def compiled_module(me: Member, tables: int) -> list[int]:
-    """Several batch sizes through one compiled module, beside what it gives uncompiled; graphs of
-    it, and of all."""
+    """Several batch sizes through one compiled module, compared with the eager one. Return the
+    number of graphs after each batch."""
     torch._dynamo.reset()
     counters.clear()
     bags = ShardedEmbeddingBag(tables_of(tables))
@@ -69,7 +69,7 @@ def compiled_module(me: Member, tables: int) -> list[int]:
 
 @PATHS
 @pytest.mark.parametrize("tables", [1, 3])
-def test_a_compiled_module_of_tables_leaves_the_way_of_ids_alone(
+def test_compiled_embedding_module_bounds_recompilation(
     world: World, interpreted: bool, tables: int
 ) -> None:
     for seen in run_either(world, interpreted, compiled_module, tables):
@@ -98,5 +98,5 @@ def gradients_below_a_mode(me: Member) -> None:
 
 
 @PATHS
-def test_experts_have_gradients_under_a_dispatch_mode(world: World, interpreted: bool) -> None:
+def test_expert_gradients_under_a_dispatch_mode(world: World, interpreted: bool) -> None:
     run_either(world, interpreted, gradients_below_a_mode)

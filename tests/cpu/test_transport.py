@@ -1,5 +1,5 @@
-"""Shared host memory as a transport: what a rank stores at a peer's address, the peer finds in its
-own bytes."""
+"""Shared host memory as a transport: a rank stores at an address of a peer, and the peer finds the
+value in its own memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def memory(me: Member) -> None:
     starts = [buffer.addresses[me.rank] for buffer in buffers]
     assert all(start % 16 == 0 for start in starts)
     transport.close()
-    for buffer in buffers:  # who still holds a buffer may still look at it
+    for buffer in buffers:  # a buffer that is still referenced may be read
         assert int(buffer.local[-1]) == 100 + 10 * me.rank
     me.barrier()
 
@@ -81,7 +81,7 @@ def test_memory_of_a_subgroup(worlds: Worlds) -> None:
 
 
 def copy_engine(me: Member) -> None:
-    """Copies happen in order, beside what comes later; join() is behind all of them."""
+    """Copies run in order, concurrently with later work. join() waits for all of them."""
     transport = CpuTransport(dist.group.WORLD)
     count, repeats = 50_000, 20
     data, flags = transport.allocate(4 * count), transport.allocate(256)
@@ -92,7 +92,7 @@ def copy_engine(me: Member) -> None:
         source.fill_(100 * n + me.rank)
         number.fill_(n)
         data_then_flag = [
-            Copy(data.addresses[right], 0, 4 * count),  # from what the push is given
+            Copy(data.addresses[right], 0, 4 * count),  # from the tensor that the push gets
             Copy(flags.addresses[right], number.data_ptr(), 4),
         ]
         transport.push(data_then_flag, source.data_ptr())
@@ -133,7 +133,7 @@ def mappings_go_with_their_buffer(me: Member) -> None:
     assert mapped() == before, "memory outlives close() and its last tensor"
 
 
-def test_mappings_go_with_their_buffer(worlds: Worlds) -> None:
+def test_mappings_are_freed_with_their_buffer(worlds: Worlds) -> None:
     worlds("gloo", 2).run(mappings_go_with_their_buffer)
 
 
@@ -143,7 +143,7 @@ def host_words(me: Member) -> None:
     assert words.tolist() == [0] * 8
 
 
-def test_host_words(worlds: Worlds) -> None:
+def test_host_visible_memory(worlds: Worlds) -> None:
     worlds("gloo", 2).run(host_words)
 
 

@@ -1,8 +1,8 @@
-"""Ulysses: attention of grouped queries with tokens sharded before and behind it, heads in between,
-beside one device.
+"""Ulysses: grouped-query attention with tokens sharded before and after it, and heads during it,
+against one device.
 
-The module docstring of ``ops/matmul/matmul_all_to_all.py`` says how a fused w_qkv stands; here it
-is made, used and trained.
+The module docstring of ``ops/matmul/matmul_all_to_all.py`` gives the order of a fused w_qkv. Here
+it is built, used and trained.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def attend(qkv: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
 
 
 def rank_by_rank(w: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The rows of a stock w_qkv, [q; k; v], so that each rank's heads of all three stand
-    together."""
+    """The rows of a stock w_qkv, [q; k; v], reordered so that the heads of each rank are
+    adjacent."""
     q, k, v = w.split([n * DIM for n in (HEADS, KV_HEADS, KV_HEADS)])
     return torch.cat(
         [
@@ -46,7 +46,7 @@ def rank_by_rank(w: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def draw(tokens: int) -> list[torch.Tensor]:
     """The same on every rank: x of all tokens, w_qkv in stock order, its bias, w_o, and the
-    result's gradient."""
+    gradient of the result."""
     generator = torch.Generator().manual_seed(3)
     rows = (HEADS + 2 * KV_HEADS) * DIM
     shapes = [(tokens, HIDDEN), (rows, HIDDEN), (rows,), (HIDDEN, HEADS * DIM), (tokens, HIDDEN)]
@@ -77,12 +77,12 @@ def round_trip(me: Member) -> None:
     for name, found, expected in zip(
         ("w_qkv", "bias", "w_o"), gradients[1:], wanted[1:], strict=True
     ):
-        # weights are replicated: each rank's gradient is of its own tokens' products
+        # weights are replicated: each rank has gradients of the products of its own tokens
         dist.all_reduce(found)
         assert_near(found.double(), expected, 1e-4, 1e-3, f"the gradient of {name}")
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_attention_beside_one_device(worlds: Worlds, size: int, interpreted: bool) -> None:
+def test_attention_matches_one_device(worlds: Worlds, size: int, interpreted: bool) -> None:
     run_either(worlds("gloo", size), interpreted, round_trip)

@@ -1,5 +1,4 @@
-"""What a CPU runs that does not interpret kernels: every operator and its gradients unfused, over
-three ranks."""
+"""Operators and gradients on a CPU that does not interpret kernels: unfused, over three ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ import pytest
 from tests.support import (
     backward,
     behaviour,
+    combine,
     embedding,
     embedding_backward,
     experts,
     sharded_embedding,
 )
-from tests.support import combine as combining
 from tests.support import moe_layer as moe
 from tests.support.calls import call_unfused
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case
@@ -54,7 +53,7 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
         behaviour.public_calls,
         ([*dense(OUT, (1, 0)), *dense(OUT, (0, 1))], "unfused"),
     ),
-    "results behind an exchange": (
+    "results after an exchange": (
         behaviour.public_calls,
         ([*dense(IN, (0, 1)), *dense(IN, (1, 0))], "unfused"),
     ),
@@ -66,13 +65,13 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "bags": (sharded_embedding.sharded_embedding_bag, ("adagrad",)),
     "dispatch": (experts.public_calls, (DISPATCHED, "unfused")),
     "gradients of a dispatch": (experts.gradients, (ROUTED,)),
-    "combine": (combining.public_calls, (SPARE, "unfused")),
-    "gradients of a combine": (combining.gradients, (COMBINED,)),
+    "combine": (combine.public_calls, (SPARE, "unfused")),
+    "gradients of a combine": (combine.gradients, (COMBINED,)),
     "layers of experts": (moe.layer_over_ranks, (LAYERS,)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_unfused(worlds: Worlds, name: str) -> None:
+def test_operators_and_gradients_unfused(worlds: Worlds, name: str) -> None:
     body, arguments = CALLS[name]
     worlds("gloo", 3).run(call_unfused, body, *arguments)

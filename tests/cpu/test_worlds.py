@@ -1,5 +1,5 @@
-"""The harness itself: a failure on one rank fails the test with every rank's story, and the next
-test starts afresh."""
+"""The test worlds: a failure on one rank fails the test with the output of every rank, and the next
+test gets a new world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.worlds import Member, World, one_shot
 
 
-def who(me: Member, add: int) -> tuple[int, int, int]:
+def identity(me: Member, add: int) -> tuple[int, int, int]:
     return me.rank, me.world_size, me.rank + add
 
 
@@ -36,11 +36,11 @@ def surroundings(me: Member) -> tuple[str, str]:
     return os.environ["TRITON_INTERPRET"], os.environ["TILEWEAVE_TIMEOUT"]
 
 
-def test_values_come_by_rank(world: World) -> None:
-    assert world.run(who, 10) == [(rank, world.size, rank + 10) for rank in range(world.size)]
+def test_values_are_returned_by_rank(world: World) -> None:
+    assert world.run(identity, 10) == [(rank, world.size, rank + 10) for rank in range(world.size)]
 
 
-def test_failures_tell_everything() -> None:
+def test_failures_report_every_rank() -> None:
     world = World("gloo", 2)
     try:
         with pytest.raises(
@@ -55,7 +55,7 @@ def test_failures_tell_everything() -> None:
         assert time.monotonic() - started < 30
         with pytest.raises(pytest.fail.Exception, match="rank 1: died, exit code -9"):
             world.run(dies_on, 1)
-        assert world.run(who, 0) == [(0, 2, 0), (1, 2, 1)], "a fresh world for the next test"
+        assert world.run(identity, 0) == [(0, 2, 0), (1, 2, 1)], "a fresh world for the next test"
     finally:
         world.close()
 

@@ -1,11 +1,11 @@
-"""Ranks that never come to a call: the others' waits run out, as on a GPU, and everything comes to
-its end.
+"""Ranks that are absent from a call: the waits of the others time out, as on a GPU, and every call
+ends.
 
-Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when
-nobody can go on: each wait, and each poll of marked data, has the time that its word of ``control``
-gave it when it began, and what is due first runs out first. Then the fault is set and limits go, as
-``expire`` does it, those of waits that have begun, too. The kernel goes on, as on a GPU; the
-interpreter would raise.
+Real kernels and operators run in the model of ``tileweave.explore``, with a clock that advances
+when no task can go on. Each wait, and each poll of self-signaling data, has the limit that its
+entry of ``control`` had when it began, and times out in order of the limits. Then the fault is set
+and limits become zero, as in ``expire``, also for waits that have begun. The kernel goes on, as on
+a GPU; the interpreter would raise.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ from tileweave.transport.protocol import (
 from tileweave.transport.workspace import COPIED
 
 PATIENCE = 1000  # the limit of a meeting
-# results that hold what a slot held: behind a time-out they are reported only
+# results that hold what a slot held: after a timeout they are only reported
 KEPT = ("gathered", "exchanged", "token")
-CALLS = 4  # of which who is absent comes to the first
-SKEW = 5  # of two ranks: who gives up first lets its copies go, which others then wait for no more
+CALLS = 4  # absent ranks make the first of these
+# between two ranks: the one that gives up first releases its copies, for which others then no
+# longer wait
+SKEW = 5
 ENGINE = triton_config("copy_engine")
 SCENARIOS = (
     AllGatherMatmul("gather", ENGINE, ((16, 16, 16),), (1, 2, 3)),
@@ -61,7 +63,7 @@ SCENARIOS = (
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
-STANDING = (
+PAUSED = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(
         "library",
@@ -76,7 +78,7 @@ READY, DONE = lookups.READY.value, lookups.DONE.value
 
 
 def _of_one_size(scenario: Any) -> Any:
-    """No call grows what the first one made: to grow is a step of all ranks."""
+    """No call grows the memory of the first one: growth is a step of all ranks."""
     sizes = (
         name
         for name in ("shapes", "tokens", "batches")
@@ -86,44 +88,45 @@ def _of_one_size(scenario: Any) -> Any:
 
 
 EVERYTHING = tuple(map(_of_one_size, EXPLORED))
-# of how many ranks who comes to one call only
+# (world size, ranks that make one call only)
 ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))
 
 
 class Clock:
-    """Stands for ``wait``, ``refuse_later``, and marked data's time and reports. ``ran_out``: (who,
-    word, when), in turn."""
+    """Replaces ``wait``, ``refuse_later``, and the time and reports of self-signaling data.
+    ``ran_out``: (task, index of the signal, time), in order."""
 
     def __init__(self, world: World) -> None:
         self.tasks, self.now = world.tasks, 0
-        # of who waits: when its time is up, its control block, the word there
+        # per waiting task: when its time is up, its control block, its entry there
         self.due: dict[Task, tuple[int, int, int]] = {}
-        self.polls: dict[Task, int] = {}  # of who polls marked data: when its time is up
+        # per task that polls self-signaling data: when its time is up
+        self.polls: dict[Task, int] = {}
         self.late: set[Task] = set()
         interpreted.MEMORY.seconds = lambda: self.now * 1e-6
         self.start, self.tasks.start = self.tasks.start, self.begin
         self.ran_out: list[tuple[str, int, int]] = []
-        self.stuck, self.tasks._stuck = self.tasks._stuck, self.nobody_can_go_on
+        self.stuck, self.tasks._stuck = self.tasks._stuck, self.no_task_can_go_on
 
     def begin(self, task: Task, body: Callable[[], None]) -> None:
         self.polls.pop(task, None)  # of its last kernel
         self.start(task, body)
 
-    def nobody_can_go_on(self) -> bool:
+    def no_task_can_go_on(self) -> bool:
         waiting = {task: due for task, (due, _, _) in self.due.items() if task.state == "parked"}
         polling = {task: due for task, due in self.polls.items() if task.state == "parked"}
         if not waiting and not polling:
             final = self.stuck()
             for task in self.tasks.tasks:
-                # who gave up in an earlier call looks at each part, in vain, and never asks for the
-                # time
+                # a task that gave up in an earlier call polls each part in vain, and never asks for
+                # the time
                 task.patience *= 10
             return final
         self.now = max(self.now, min((waiting | polling).values()))
         for task in (task for task, due in waiting.items() if due <= self.now):
             self.give_up(task)
         for task in (task for task, due in polling.items() if due <= self.now):
-            del self.polls[task]  # it asks for the time again, or polls no more
+            del self.polls[task]  # it asks for the time again, or does not poll again
             task.state, task.patience, task.patient = "ready", 30, True
         return False
 
@@ -154,7 +157,7 @@ class Clock:
             self.polls[me] = due
         else:
             self.polls.pop(me, None)
-            me.patience = 30  # looks at what came, once more, are no polls
+            me.patience = 30  # reading what has arrived, once more, is no poll
         return interpreted._scalar(int(due <= self.now))
 
     def report(self, control, report, signal, unit, expected, seen):
@@ -187,12 +190,13 @@ class Clock:
             self.expire(block, number)
 
 
-def found_where_ranks_never_come(how: str) -> list[str]:
-    """What goes wrong: nothing. For a process of its own, since it puts other words into kernels.
+def found_with_absent_ranks(how: str) -> list[str]:
+    """Return what is wrong; nothing is expected. Needs its own process, since it replaces device
+    functions in kernels.
 
-    ``how``: "named", who reports what; "everywhere", with every operator, but only that all come to
-    an end, somebody says why and results are NaN; "moments", with every operator, and who was
-    absent comes while the others give up.
+    ``how`` is "named": check which rank reports what; "everywhere": with every operator, but check
+    only that all calls end, that a rank reports why and that results are NaN; "moments": with every
+    operator, and absent ranks arrive while the others give up.
     """
     latest: list[Clock] = []
     _go_by(latest)
@@ -220,39 +224,39 @@ def found_where_ranks_never_come(how: str) -> list[str]:
     return found
 
 
-def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
-    """Rank 1 stands still in its first call, behind its pushes, until rank 0 has given up the
-    second call and ended the third, which has the first one's slot: rank 1's first result is right,
-    or NaN, or reported all the same.
+def found_with_a_paused_rank(forgets: str = "") -> list[str]:
+    """Rank 1 is paused in its first call, after its pushes, until rank 0 has given up the second
+    call and ended the third, which has the slot of the first one. The first result of rank 1 is
+    right, or NaN, or reported.
 
-    For a process of its own. ``forgets``: a word of gradients by copy engines that does nothing
-    then, so that faults are found.
+    Needs its own process. ``forgets``: a device function of gradients by copy engines that does
+    nothing then, so that faults are found.
     """
     latest: list[Clock] = []
     _go_by(latest)
     held: list[Task] = []
 
-    def stand() -> None:
+    def pause_rank_1() -> None:
         tasks = latest[-1].tasks
         if not held and tasks.current.rank == 1:
             held.append(tasks.current)
             tasks.block()
 
-    def and_stand(word: Callable[..., Any]) -> Callable[..., None]:
+    def then_pause(word: Callable[..., Any]) -> Callable[..., None]:
         def both(*words: Any) -> None:
             word(*words)
-            stand()
+            pause_rank_1()
 
         return both
 
     for module in (exchange, matmul_all_reduce):
-        module.leave_early = and_stand(module.leave_early)
-    embedding_gradient.Push.launch_alone = and_stand(embedding_gradient.Push.launch_alone)
+        module.leave_early = then_pause(module.leave_early)
+    embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
     if forgets:
         setattr(embedding_gradient, forgets, lambda first, *_: first)
     found = []
     with exploring() as enter:
-        for scenario, seed in product(STANDING[-1:] if forgets else STANDING, range(4)):
+        for scenario, seed in product(PAUSED[-1:] if forgets else PAUSED, range(4)):
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
 
@@ -274,13 +278,13 @@ def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
             enter(None)
             world.close()
             found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + (
-                [] if held else ["nobody stood still"]
+                [] if held else ["no rank was paused"]
             )
     return found
 
 
 def _go_by(latest: list[Clock]) -> None:
-    """Waits, and polls of marked data, go by the clock that is the last of these."""
+    """Make waits, and polls of self-signaling data, use the latest clock."""
     for name in ("wait", "refuse_later"):
         word = getattr(interpreted, name)
         for module in list(sys.modules.values()):
@@ -293,7 +297,7 @@ def _go_by(latest: list[Clock]) -> None:
 def _world(size: int, programs: int, seed: int, enter: Any, latest: list[Clock]) -> World:
     world = World(size, programs, Walk(seed))
     enter(world)
-    # after a fault data is NaN or late, and said to be
+    # after a fault data is NaN or late, which is reported
     for check in ("check_read", "check_write", "observe"):
         setattr(world.memory, check, lambda *a, **k: None)
     latest.append(Clock(world))
@@ -302,7 +306,7 @@ def _world(size: int, programs: int, seed: int, enter: Any, latest: list[Clock])
 
 def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:
     scenario.begin(world, rank, drawn)
-    patience = PATIENCE + rank * SKEW  # as if it had begun so much later
+    patience = PATIENCE + rank * SKEW  # as if it had begun later by that much
     for instance in world.workspace(rank).instances.values():
         world.know(rank, "signal table", instance.signal_table)
         for word, limit in (
@@ -316,7 +320,7 @@ def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:
 def _run(
     world: World, scenario: Any, programs: int, absent: set[int], clock: Clock, everywhere: bool
 ) -> list[str]:
-    """Four calls, of which ``absent`` come to the first."""
+    """Make four calls, of which ``absent`` make the first only."""
     drawn = Drawn(programs, None, 1, 3, 0)
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
 
@@ -327,13 +331,13 @@ def _run(
 
     try:
         world.run(body)
-    except Violation as error:  # somebody waits for ever
+    except Violation as error:  # a task waits forever
         return [str(error)]
     wrong, first = _wrong_of_late_ones(world, scenario, drawn, absent) if everywhere else [], {}
     for name, word, _ in clock.ran_out:
-        first.setdefault(name.split(" program")[0], word)  # that is what a rank reports
+        first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
-        wrong.append("nobody reports")
+        wrong.append("no rank reports")
     for rank in sorted(set(range(world.size)) - absent):
         for number, found in enumerate(results[rank][1:]):
             sums = [got for got in found if got.is_floating_point()]
@@ -345,9 +349,9 @@ def _run(
 
 
 def _wrong_of_late_ones(world: World, scenario: Any, drawn: Drawn, absent: set[int]) -> list[str]:
-    """Who was absent comes after all, when the others have long given up and are calls ahead: what
-    it gets is right, or NaN; or, of rows that stay in the slot and of whole numbers, it has run out
-    of time itself."""
+    """Absent ranks arrive after all, when the others have long given up and are calls ahead. Their
+    results are right, or NaN. If they are rows of a slot or whole numbers, these ranks may have
+    timed out themselves instead."""
     wrong = []
 
     def body(rank: int) -> None:
@@ -362,7 +366,8 @@ def _wrong_of_late_ones(world: World, scenario: Any, drawn: Drawn, absent: set[i
 
 
 def scenario_keeps(scenario: Any) -> tuple[str, ...]:
-    """Tables that took steps in place of what copy engines brought: nothing can take those back."""
+    """Tables that took steps in place of gradients that copy engines brought: these steps cannot be
+    undone."""
     return ("table",) if getattr(scenario, "carrier", "sm") == "copy_engine" else ()
 
 
@@ -382,12 +387,12 @@ def _wrong_in_call(
 def _run_to_a_moment(
     world: World, scenario: Any, programs: int, absent: set[int], clock: Clock
 ) -> list[str]:
-    """Four calls on every rank; to the second ``absent`` come when so many waits of the others have
-    run out.
+    """Make four calls on every rank. In the second, ``absent`` arrive when a random number of waits
+    of the others have timed out.
 
-    Whatever anybody gets is right, or NaN, or (of rows that stay, and of whole numbers) it has run
-    out of time. But where copy engines send what a rank that gave up still has to send, only that
-    all come to an end: decision 0007, what is left open.
+    All results are right, or NaN, or (rows that stay, and whole numbers) their rank has timed out.
+    Where copy engines send what a rank that gave up still has to send, check only that every call
+    ends: see decision 0007, open questions.
     """
     drawn, wrong, waiting, ended = Drawn(programs, None, 1, 3, 0), [], [], set(absent)
     moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice(
@@ -429,9 +434,9 @@ def _run_to_a_moment(
 
 
 def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str]:
-    """Where nobody waits for one that waits: all report, in time, and name who is absent. And what
-    is left behind."""
-    wrong, begin = [], world.size * MAX_SLICES  # of the words of a meeting
+    """Where no rank waits for a waiting rank: all report in time and name an absent rank. Also
+    check what remains."""
+    wrong, begin = [], world.size * MAX_SLICES  # index of the first signal of a meeting
     if len(first) != world.size - len(absent):
         wrong.append(f"reports of {sorted(first)}")
     if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
@@ -450,12 +455,13 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > CALLS:
             wrong.append(
-                f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {CALLS}"
+                f"rank {rank} has a signal of call {int(instance.signals.max())}, and there "
+                f"were {CALLS}"
             )
         for number, found in enumerate(() if copied else results[rank][1:]):
             late = [
                 found[0][:, DIM * r : DIM * (r + 1)] for r in absent | {rank}
-            ]  # others may store, though nobody waits for them
+            ]  # others may store, though no rank waits for them
             if not all(columns.isnan().all() for columns in late):
                 wrong.append(
                     f"rank {rank}'s result {number + 1} has right columns: {found[0].tolist()}"

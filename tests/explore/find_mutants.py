@@ -1,8 +1,8 @@
-"""Runs every mutant in a process of its own until exploration finds it: ``python -m
+"""Run every mutant in its own process until exploration finds it: ``python -m
 tests.explore.find_mutants [name ...]``.
 
 This process has imported all but the package and forks; each child imports the package with one
-module mutated. Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs
+module mutated. Prints one JSON line per mutant, with ``--story`` also the shrunk trace. Needs
 TRITON_INTERPRET=1.
 """
 
@@ -34,7 +34,7 @@ from tests.explore.mutants_gather import MUTANTS as GATHERS
 MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
-RUNS = 400  # at most so many interleavings for one mutant
+RUNS = 400  # most interleavings for one mutant
 SECONDS = 100
 
 
@@ -54,14 +54,14 @@ class Mutated(MetaPathFinder):
 
 
 def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
-    """In a child: explore the scenarios of ``mutant``, all strategies in turn, until something is
-    wrong."""
+    """In a child: explore the scenarios of ``mutant``, all strategies in turn, until a violation is
+    found."""
     with tempfile.TemporaryDirectory(prefix="tileweave-mutant-") as folder:
         path = Path(folder) / Path(mutant.file).name
         path.write_text(mutant.apply((SOURCE / mutant.file).read_text("utf-8")), "utf-8")
         sys.path.insert(0, str(SOURCE.parent))
         sys.meta_path.insert(0, Mutated(mutant, path))
-        tempfile.tempdir = folder  # what a child leaves behind goes with it
+        tempfile.tempdir = folder  # leftovers of a child go with it
         from tileweave.explore import search
         from tileweave.explore.interpreter import exploring
         from tileweave.explore.search import Seed, run, shrink, story
@@ -111,7 +111,7 @@ def _child(mutant: Mutant, descriptor: int) -> None:
 
 
 def hunt_all(mutants: list[Mutant], workers: int = 2) -> list[dict[str, object]]:
-    """Every mutant in a fork of this process, ``workers`` at a time."""
+    """Run every mutant in a fork of this process, ``workers`` at a time."""
     waiting, results, running = list(mutants), [], {}
     while waiting or running:
         while waiting and len(running) < workers:

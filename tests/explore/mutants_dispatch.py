@@ -143,5 +143,5 @@ MUTANTS: tuple[Mutant, ...] = (
         "    leave(peers, epoch, tl.num_programs(0))\n" + _KEPT,
         RO + "sorted",
     ),
-    Mutant("a unit starts behind itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),
+    Mutant("a unit starts after itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),
 )

@@ -45,7 +45,10 @@ NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(peers, rank, epoch, -1, WORLD_SIZE)\n"
 _PUSHED = "        await_pushed(peers, epoch, WORLD_SIZE)\n"
-_SENT = "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + group)))\n"
+_SENT = (
+    "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + "
+    "group)))\n"
+)
 _SHUT = "        tl.store(peers.counters + GATE, 0)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -105,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a group without tickets is not said to be there", PUSH, "& 1 == 1:", "& 1 == 2:", TG),
     Mutant(
-        "who has no tickets waits for the next call",
+        "a program without tickets waits for the next call",
         PUSH,
         _FOR_ALL,
         _FOR_ALL.replace("epoch", "epoch + 1"),
@@ -161,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
         BY_COPIES,
     ),
     Mutant(
-        "a region is announced behind its signal",
+        "a region is announced after its signal",
         KERNEL,
         _ANNOUNCE + _READY,
         _READY + _ANNOUNCE,
@@ -186,7 +189,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("done is never said", KERNEL, _LAST, _LAST.replace(" - 1", ""), EB),
     Mutant("tickets are not cleared", KERNEL, _CLEAR.format("TICKETS"), "", EB + "tickets"),
-    Mutant("counts of who passed are not cleared", KERNEL, _CLEAR.format("PASSED"), "", EB),
+    Mutant(
+        "counts of programs that passed are not cleared", KERNEL, _CLEAR.format("PASSED"), "", EB
+    ),
     Mutant(
         "counters of this call are cleared",
         KERNEL,

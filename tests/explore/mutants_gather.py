@@ -1,4 +1,4 @@
-"""Faults planted in gathers beside other kernels: of backward, and under a matmul for each shard; see ``mutants.py``."""
+"""Faults planted in gathers that run concurrently with other kernels; see ``mutants.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "gather beside",
     ),
     Mutant(
-        "a gather that refuses who is a call ahead",
+        "a gather that refuses a rank that is a call ahead",
         AWAITED,
         "epoch + 1, index",
         "epoch, index",

@@ -1,5 +1,5 @@
-"""Run in a worker of exploration: each operator once; do blocks and Triton's tensors say the same;
-does a seed say all?"""
+"""Functions for a worker of exploration: each operator once, numpy blocks against Triton's tensors,
+and schedules that depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def triton_and_blocks_agree() -> list[str]:
         with exploring(blocks) as enter:
             ends.append([run(seed, enter) for seed in seeds])
     return [
-        f"{fast.seed}: {fast.steps} steps, {fast.failure}; Triton's tensors: {slow.steps} steps, {slow.failure}"
+        (
+            f"{fast.seed}: {fast.steps} steps, {fast.failure}; Triton's tensors: {slow.steps} "
+            f"steps, {slow.failure}"
+        )
         for fast, slow in zip(*ends, strict=True)
         if (fast.steps, fast.schedule) != (slow.steps, slow.schedule)
         or fast.failure
@@ -29,7 +32,7 @@ def triton_and_blocks_agree() -> list[str]:
 
 
 def found_in_each_operator() -> tuple[list[str], list[str]]:
-    """In a worker: the operators that have scenarios, and what is wrong in one walk of the first
+    """In a worker: the operators that have scenarios, and violations in one walk of the first
     scenario of each."""
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.search import SCENARIOS, Seed, run, shrink, story
@@ -41,8 +44,8 @@ def found_in_each_operator() -> tuple[list[str], list[str]]:
 
 
 def found_while_clocks_leap() -> list[str]:
-    """In a worker: what a few runs find, each look at the clock days behind the last, as where a
-    machine slept."""
+    """In a worker: violations in a few runs in which each reading of the clock is days after the
+    last, as on a machine that slept."""
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.search import Seed, run
 
@@ -54,8 +57,8 @@ def found_while_clocks_leap() -> list[str]:
     return [str(end.failure) for end in ends if end.failure is not None]
 
 
-def told_of_what_does_not_come_again() -> str:
-    """In a worker: the story of a failure that a replay does not show."""
+def report_of_irreproducible_failure() -> str:
+    """In a worker: the report of a failure that a replay does not show."""
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.memory import Violation
     from tileweave.explore.search import Found, Seed, shrink, story

@@ -1,9 +1,9 @@
-"""Partitions of the Hopper ``grouped_matmul_combine`` beside each other, explored: its Gluon source
-read as Triton.
+"""Explore concurrent partitions of the Hopper ``grouped_matmul_combine``: its Gluon source,
+translated to Triton.
 
-``tests/support/gluon_as_triton.py`` has the kernel: two programs for each multiprocessor, *reduce*
-and *multiply*. A mutated copy of the package is read where there is one, since the twin is made
-from the file that is imported.
+``tests/support/gluon_as_triton.py`` has the kernel: two programs per multiprocessor, *reduce* and
+*multiply*. A mutated copy of the package is read where there is one, since the translation starts
+from the imported file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.support import gluon_as_triton as twins
+from tests.support import gluon_as_triton
 
 from tileweave.explore import search
 from tileweave.explore.ranks import MAX_PROGRAMS
@@ -19,8 +19,8 @@ from tileweave.explore.scenarios_experts import Combine
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.planning.combine import CombineConfig
 
-# num_reduce 0: the twin. Four chunks of one tile column: three are early, two are finished among
-# the tickets of the last one.
+# num_reduce 0: the translated kernel. Four chunks of one tile column: three are early, two are
+# finished among the tickets of the last one.
 _CUT = CombineConfig(
     "triton",
     16,
@@ -51,20 +51,20 @@ SCENARIOS = (
 
 
 def register() -> None:
-    """Let ``search`` know them, and launches with such a cut go to the twin. Once a process, for as
-    long as it lives."""
+    """Add the scenarios to ``search``, and send launches with such a config to the translated
+    kernel. Once per process, for as long as it lives."""
     theirs = plain.launch
 
     def launch(*arguments: Any) -> None:
         config = next(a for a in arguments if isinstance(a, CombineConfig))
-        (theirs if config.num_reduce else twins.launch)(*arguments)
+        (theirs if config.num_reduce else gluon_as_triton.launch)(*arguments)
 
     plain.launch = launch
     search.SCENARIOS += SCENARIOS
 
 
 def found_in_partitions(runs: int) -> list[str]:
-    """In a worker: what is wrong in so many interleavings of each strategy and scenario."""
+    """In a worker: violations in ``runs`` interleavings of each strategy and scenario."""
     from tileweave.explore.interpreter import exploring
 
     register()

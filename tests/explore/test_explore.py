@@ -1,5 +1,4 @@
-"""Interleavings of the real kernels: nothing goes wrong, and whatever is broken on purpose is
-found."""
+"""Interleavings of the real kernels: no violation is found, and every planted fault is."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from tests.explore.absent_ranks import found_where_a_rank_stands_still, found_where_ranks_never_come
+from tests.explore.absent_ranks import found_with_a_paused_rank, found_with_absent_ranks
 from tests.explore.find_mutants import MUTANTS
 from tests.explore.numpy_blocks_agree import (
     found_in_each_operator,
     found_while_clocks_leap,
-    told_of_what_does_not_come_again,
+    report_of_irreproducible_failure,
     triton_and_blocks_agree,
 )
 from tests.explore.partitions import found_in_partitions
@@ -34,7 +33,7 @@ WORKERS = max(min(os.cpu_count() or 1, 4), 2)
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Executor]:
-    """One process for all that needs a worker of exploration: to start one takes seconds."""
+    """One process for all tests that need a worker of exploration: starting one takes seconds."""
     with pool(1) as processes:
         yield processes
 
@@ -44,13 +43,13 @@ def test_there_are_enough_mutants() -> None:
 
 
 @pytest.mark.parametrize("name", ["docs/testing.md", "docs/reliability.md", "CHANGELOG.md"])
-def test_documents_say_how_many_there_are(name: str) -> None:
+def test_documents_state_the_number_of_mutants(name: str) -> None:
     said = re.findall(r"(\d+) planted faults", (ROOT / name).read_text("utf-8"))
     assert said == [str(len(MUTANTS))]
 
 
 def test_each_operator_once(worker: Executor) -> None:
-    """For the edit loop: all of this is in ``test_interleavings``, too."""
+    """For the edit loop; ``test_interleavings`` covers all of this, too."""
     operators, found = worker.submit(found_in_each_operator).result()
     assert set(OPERATORS) <= set(operators) and found == []
 
@@ -59,35 +58,35 @@ def test_triton_and_blocks_agree(worker: Executor) -> None:
     assert worker.submit(triton_and_blocks_agree).result() == []
 
 
-def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
+def test_schedules_do_not_depend_on_time(worker: Executor) -> None:
     assert worker.submit(found_while_clocks_leap).result() == []
 
 
-def test_what_does_not_come_again_is_told(worker: Executor) -> None:
-    told = worker.submit(told_of_what_does_not_come_again).result()
+def test_irreproducible_failure_is_reported(worker: Executor) -> None:
+    told = worker.submit(report_of_irreproducible_failure).result()
     assert told.startswith("error: once\nreplay: ") and "did not fail again" in told
 
 
-def test_partitions_beside_each_other() -> None:
+def test_concurrent_partitions() -> None:
     with pool(1) as processes:
         assert processes.submit(found_in_partitions, 4).result() == []
 
 
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
-def test_ranks_that_never_come_are_named_and_everything_ends(how: str) -> None:
+def test_absent_ranks_are_named_and_every_call_ends(how: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_ranks_never_come, how).result() == []
+        assert processes.submit(found_with_absent_ranks, how).result() == []
 
 
-def test_a_rank_that_stands_still_is_not_overwritten() -> None:
+def test_paused_rank_is_not_overwritten() -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_rank_stands_still).result() == []
+        assert processes.submit(found_with_a_paused_rank).result() == []
 
 
 @pytest.mark.parametrize("word", ["refuse_gone", "or_gone"])
-def test_a_rank_that_forgets_who_gave_up_is_found(word: str) -> None:
+def test_missing_record_of_given_up_calls_is_found(word: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_rank_stands_still, word).result()
+        assert processes.submit(found_with_a_paused_rank, word).result()
 
 
 def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +128,7 @@ def test_unknown_scenarios_are_refused() -> None:
         fuzz(100, "no such operator", workers=1, show=False)
 
 
-# --- By as many processes as there are cores: last, when the other worker of the tests has nothing left to do ---
+# --- With as many processes as cores: last, when the other pytest worker has nothing left to do ---
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The model itself: what memory may do, what counts as wrong, how tasks take turns. No kernels
-here."""
+"""The model itself: what memory may do, what counts as a violation, how tasks take turns. No
+kernels here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tileweave.explore.tasks import Decision, Task  # noqa: E402
 
 
 class Cells:
-    """A memory with a few shared words, and writers to put stores there."""
+    """A memory with a few shared words, and writers that store to them."""
 
     def __init__(self, writers: int = 3, words: int = 8) -> None:
         self.memory = Memory(writers)
@@ -38,21 +38,23 @@ class Cells:
     def address(self, word: int) -> int:
         return self.start + 4 * word
 
-    def store(self, who: int, word: int, value: int) -> None:
+    def store(self, writer: int, word: int, value: int) -> None:
         place = ctypes.c_int32.from_address(self.address(word))
-        self.memory.check_write(self.writers[who], self.region, slice(word, word + 1))
+        self.memory.check_write(self.writers[writer], self.region, slice(word, word + 1))
         apply = lambda: setattr(place, "value", value)  # noqa: E731
-        self.memory.put(self.writers[who], Store(self.address(word), self.address(word) + 4, apply))
+        self.memory.put(
+            self.writers[writer], Store(self.address(word), self.address(word) + 4, apply)
+        )
 
-    def load(self, who: int, word: int) -> int:
-        self.memory.check_read(self.writers[who], self.region, slice(word, word + 1))
-        return self.memory.read_word(self.writers[who], self.address(word))
+    def load(self, writer: int, word: int) -> int:
+        self.memory.check_read(self.writers[writer], self.region, slice(word, word + 1))
+        return self.memory.read_word(self.writers[writer], self.address(word))
 
-    def release(self, who: int, word: int, value: int, ordered: bool = True) -> None:
-        self.memory.release(self.writers[who], self.address(word), value, ordered)
+    def release(self, writer: int, word: int, value: int, ordered: bool = True) -> None:
+        self.memory.release(self.writers[writer], self.address(word), value, ordered)
 
-    def arrive(self, who: int, at: int) -> None:
-        self.memory.arrive(self.writers[who], at)
+    def arrive(self, writer: int, at: int) -> None:
+        self.memory.arrive(self.writers[writer], at)
 
 
 def test_stores_are_late_and_out_of_order() -> None:
@@ -65,20 +67,20 @@ def test_stores_are_late_and_out_of_order() -> None:
     assert cells.buffer.tolist()[:2] == [0, 11]
 
 
-def test_stores_to_one_place_keep_their_order() -> None:
+def test_stores_to_one_address_keep_their_order() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.store(0, 0, 11)
     assert cells.writers[0].eligible() == [0]
 
 
-def test_a_release_comes_after_what_was_stored_before_and_holds_up_nothing() -> None:
+def test_release_follows_earlier_stores_and_delays_nothing() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.store(0, 1, 11)
     assert cells.writers[0].eligible() == [0, 2], (
-        "the signal waits for the store before it; the store behind it does not"
+        "the signal waits for the store before it; the store after it does not"
     )
     cells.arrive(0, 0)
     assert cells.writers[0].eligible() == [0, 1]
@@ -101,7 +103,7 @@ def test_acquire_after_release_is_in_order() -> None:
     assert cells.load(1, 0) == 10
 
 
-def test_order_is_handed_on() -> None:
+def test_order_is_transitive() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
@@ -117,10 +119,10 @@ def wrong_read_without_acquire(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.memory.drain(cells.writers[0])
-    cells.load(1, 0)  # the value is there, and nothing says that it had to be
+    cells.load(1, 0)  # the value is there, but no order guarantees it
 
 
-def wrong_read_behind_a_plain_signal(cells: Cells) -> None:
+def wrong_read_after_a_plain_signal(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1, ordered=False)
     cells.memory.drain(cells.writers[0])
@@ -140,7 +142,7 @@ def wrong_read_of_nothing(cells: Cells) -> None:
     cells.load(1, 0)
 
 
-def wrong_store_while_somebody_reads(cells: Cells) -> None:
+def wrong_store_during_a_read(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.memory.drain(cells.writers[0])
@@ -149,7 +151,7 @@ def wrong_store_while_somebody_reads(cells: Cells) -> None:
     cells.store(0, 0, 20)
 
 
-def wrong_store_beside_a_store(cells: Cells) -> None:
+def wrong_concurrent_store(cells: Cells) -> None:
     cells.store(0, 0, 10)
     cells.store(1, 0, 20)
 
@@ -159,24 +161,28 @@ def wrong_place(cells: Cells) -> None:
 
 
 WRONG = {
-    wrong_read_without_acquire: "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0",
-    wrong_read_behind_a_plain_signal: "early read: .* by writer 0",
+    wrong_read_without_acquire: (
+        "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0"
+    ),
+    wrong_read_after_a_plain_signal: "early read: .* by writer 0",
     wrong_read_of_what_was_stored_after_the_signal: "early read",
     wrong_read_of_nothing: "early read: .* was not written by any task",
-    wrong_store_while_somebody_reads: "overwrite: writer 0 writes words.0:1., .* after the read by writer 1",
-    wrong_store_beside_a_store: "overwrite: writer 1 writes .* after the store by writer 0",
+    wrong_store_during_a_read: (
+        "overwrite: writer 0 writes words.0:1., .* after the read by writer 1"
+    ),
+    wrong_concurrent_store: "overwrite: writer 1 writes .* after the store by writer 0",
     wrong_place: "wild access",
 }
 
 
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
-def test_what_is_wrong_is_found(program) -> None:
+def test_violations_are_found(program) -> None:
     with pytest.raises(Violation, match=WRONG[program]):
         program(Cells())
 
 
-def test_answered_stores_may_be_overwritten() -> None:
-    """What the library relies on: the reader's own signal says that it has read."""
+def test_acknowledged_stores_may_be_overwritten() -> None:
+    """Protocols rely on this: the reader's own signal says that it has read."""
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
@@ -195,20 +201,20 @@ STRATEGIES = [Walk(1), Walk(2), Priorities(3), Delays(frozenset({3, 5}), eager=F
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-def test_a_deadlock_is_known_at_once(strategy) -> None:
+def test_deadlock_is_detected(strategy) -> None:
     world = World(2, 1, strategy)
     word = torch.zeros(2, dtype=torch.int32)
 
     def body(rank: int) -> None:
         if rank == 0:
-            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # nobody ever stores there
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # no task ever stores there
 
     with pytest.raises(Violation, match="deadlock: rank 0 host waits"):
         world.run(body)
     world.close()
 
 
-def test_a_barrier_holds_everybody() -> None:
+def test_barrier_holds_every_task() -> None:
     for seed in range(20):
         world, inside = World(3, 1, Walk(seed)), []
 
@@ -221,7 +227,7 @@ def test_a_barrier_holds_everybody() -> None:
         world.run(body)
         world.close()
         assert inside == sorted(inside), (
-            "nobody begins a round before all have ended the one before"
+            "no task begins a round before all have ended the one before"
         )
 
 

@@ -1,9 +1,9 @@
-"""Calls that fail on some ranks while memory is mapped, explored: no kernel takes what a peer sent
-in another call.
+"""Explore calls that fail on some ranks while memory is mapped: no kernel takes data that a peer
+sent in another call.
 
-Instances and ledgers are the real ones. Modelled are the meetings on the host, the kernel, which
-waits until each rank has launched as many, and time, which may run out for whoever waits. A rank
-that an error reaches takes the next call.
+Instances and ledgers are the real ones. Three things are modelled: the meetings on the host; the
+kernel, which waits until each rank has launched as many; and time, which may run out for any rank
+that waits. A rank makes its next call after an error.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ STAGES = ("before", "barrier", "allocate", "table", "compile", "launch")
 
 
 class Planted(Exception):
-    """No memory, say."""
+    """A local failure, for example out of memory."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank calls in a step: ``number`` says whose data it is, and is compared with
-    nothing."""
+    """One call of one rank. ``number`` says whose data it is, and is not compared."""
 
     number: int
     op: str
     nbytes: int
-    fails: str = ""  # in this stage
+    fails: str = ""  # the stage in which it fails
 
 
 @dataclass
 class Group:
-    """Ranks as greenlets. ``impatience``: how often time runs out for a rank that waits, though
-    others could still go on."""
+    """Ranks as greenlets. ``impatience``: how often a wait times out although other ranks could go
+    on."""
 
     size: int
     draw: random.Random
@@ -55,14 +54,14 @@ class Group:
     ended: Counter[str] = field(default_factory=Counter)
     waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)  # what they wait for
     met: dict[int, dict[int, str]] = field(default_factory=dict)  # texts of each meeting, by rank
-    # whether a meeting took place; not there: it is not over
+    # whether a meeting took place; absent: it is not over
     over: dict[int, bool] = field(default_factory=dict)
     last: Counter[int] = field(default_factory=Counter)  # the last meeting of each rank
     # numbers of the calls that each rank launched, by op
     launched: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> bool:
-        """Whether ``ready`` came true in time; others go on meanwhile."""
+        """Return whether ``ready`` became true in time. Other ranks go on in the meantime."""
         self.waiting[rank] = ready
         return self.hub.switch()
 
@@ -85,8 +84,8 @@ class Group:
         self.wait(rank, lambda: True)
 
     def meet(self, rank: int, text: str) -> list[str]:
-        """As ``rendezvous.meet``: who waits in vain ends the meeting for all, and who comes later
-        goes on to the next one."""
+        """As ``rendezvous.meet``: a rank that waits in vain ends the meeting for all, and later
+        ranks go on to the next one."""
         while True:
             self.last[rank] += 1
             number, texts = self.last[rank], self.met.setdefault(self.last[rank], {})
@@ -131,7 +130,7 @@ class Meeting(NotingTransport):
 
 
 class Worker:
-    """A rank that makes calls, as operators do, and goes on behind an error."""
+    """A rank that makes calls, as operators do, and goes on after an error."""
 
     def __init__(self, group: Group, rank: int, pages: list[bytearray]) -> None:
         self.group, self.rank = group, rank
@@ -140,7 +139,7 @@ class Worker:
         self.instances: dict[str, Instance] = {}
 
     def attempt(self, request: Request) -> None:
-        """As ``registry._as_given``, but ``CALL`` is of a thread, and here all ranks are in one."""
+        """As ``registry._as_given``, but ``CALL`` is per thread, and here all ranks are in one."""
         self.transport.fails, self.posted, done, given_up = request.fails, False, False, False
         try:
             self.call(request)
@@ -187,8 +186,8 @@ class Worker:
         return instance
 
     def launch(self, instance: Instance, request: Request) -> None:
-        """A kernel: it sends what it has, waits for each peer's of as many launches, and takes
-        it."""
+        """A kernel: it sends its data, waits for that of each peer's corresponding launch, and
+        takes it."""
         mine = self.group.launched.setdefault(request.op, [[] for _ in range(self.group.size)])
         epoch = len(mine[self.rank])
         mine[self.rank].append(request.number)
@@ -205,7 +204,7 @@ class Worker:
 
 
 def sequences(draw: random.Random, size: int) -> list[list[Request]]:
-    """The calls of each rank, alike but for one fault or two."""
+    """The calls of each rank: equal but for one fault or two."""
     common = [
         Request(number, draw.choice(OPS), draw.choice((1000, 5000, 9000)))
         for number in range(CALLS)
@@ -239,7 +238,7 @@ def explore(size: int, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_no_call_takes_data_of_another(size: int) -> None:
+def test_failed_setup_never_mixes_data_of_calls(size: int) -> None:
     ended: Counter[str] = Counter()
     for seed in range(500):
         ended += explore(size, seed)
@@ -247,9 +246,9 @@ def test_no_call_takes_data_of_another(size: int) -> None:
     assert min(ended.values()) > 100, ended
 
 
-def test_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that gave up a meeting tells its peers nothing, and its next call stands for the one
-    that it gave up."""
+def test_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that gave up a meeting does not tell its peers, so its next call is taken for the
+    abandoned one."""
     known = peers_know
     silent = lambda error, posted: isinstance(error, PeerTimeout) or known(error, posted)  # noqa: E731
     monkeypatch.setitem(globals(), "peers_know", silent)

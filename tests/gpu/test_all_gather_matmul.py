@@ -1,5 +1,5 @@
-"""all_gather_matmul with one GPU: a group of one rank has nothing to gather, everything else must
-hold."""
+"""all_gather_matmul on one GPU: a group of one rank has nothing to gather, but everything else must
+work."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gradients of experts on a Hopper GPU, against fp32 loops: ragged and empty experts, and nothing
-of what is not theirs."""
+"""Weight gradients of experts on a Hopper GPU against fp32 loops: ragged and empty experts, without
+rows of other experts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def hopper() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
+def test_grouped_outer_against_loops(rows: list[int], dtype: torch.dtype) -> None:
     from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer, takes
 
     torch.manual_seed(1)
-    total, cols, depth = sum(rows), 384, 328  # depth: a tile column and a part
+    total, cols, depth = sum(rows), 384, 328  # depth: a full tile column and a partial one
     left, right = (torch.randn(total + 70, n, device="cuda").to(dtype) for n in (cols, depth))
     left[total:], right[total:] = float("nan"), float("nan")
     offsets = torch.tensor(
@@ -44,7 +44,8 @@ def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
 def test_infinite_rows_stay_with_their_expert() -> None:
     from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer
 
-    rows = [40, 20, 50]  # the expert between has fewer rows than a block, the first ends within one
+    # the middle expert has fewer rows than a block, the first one ends within a block
+    rows = [40, 20, 50]
     left, right = (
         torch.ones(sum(rows), 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )

@@ -1,7 +1,7 @@
-"""Push and sums of a table gradient in one launch, on one GPU, its own only peer: the bits of sums
-behind a push.
+"""Push and sums of a table gradient in one launch, on one GPU that is its only peer: the bits of
+sums after a push.
 
-Half of the samples are its own; of the others the gradients stand in the slot, as if a peer had
+Half of the samples are its own. The gradients of the others are in the slot, as if a peer had
 pushed them.
 """
 
@@ -17,7 +17,7 @@ from tileweave.transport import protocol
 pytestmark = pytest.mark.gpu
 
 BATCH, TABLES, DIM, ROWS = 4096, 13, 128, 50_000
-POOLING = (50, 3, 2, *[1] * 10)  # rows a bag of each table
+POOLING = (50, 3, 2, *[1] * 10)  # rows per bag of each table
 EPOCH = 5
 
 
@@ -28,8 +28,8 @@ def gpu() -> None:
 
 
 class Step:
-    """SGD steps of 13 tables in place, by the push that brings the gradient (``push``) or of one
-    that is there."""
+    """SGD steps of 13 tables in place, by the push that brings the gradient (``push``) or with a
+    gradient that is already there."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         from tileweave.kernels.embedding.gradient import COUNTERS, GROUPS, Push
@@ -95,7 +95,7 @@ class Step:
         )
 
     def result(self, step: Callable[[], None]) -> list[torch.Tensor]:
-        """The tables after ``step``, from where they began; own rows of the slot are NaN."""
+        """The tables after ``step`` from their initial values. Own rows of the slot are NaN."""
         for table, old in zip(self.tables, self.before, strict=True):
             table.copy_(old)
         self.push.slot.copy_(self.grad)[self.push.first_sample :] = float("nan")
@@ -107,7 +107,7 @@ class Step:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits(dtype: torch.dtype) -> None:
+def test_push_and_sum_gives_the_same_bits(dtype: torch.dtype) -> None:
     step = Step(dtype)
     want = step.result(lambda: step(False))
     for call in range(3):
@@ -120,7 +120,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     assert step.control[0] == EPOCH + 4 and step.push.arrived()[0] == 0
 
 
-def test_replayed_from_a_graph() -> None:
+def test_push_and_sum_in_a_graph() -> None:
     step = Step(torch.float32)
     want = step.result(lambda: step(False))
     step.result(lambda: step(True))

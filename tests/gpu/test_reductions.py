@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter and matmul_all_reduce with one GPU: a group of one rank has nothing to add
+"""matmul_reduce_scatter and matmul_all_reduce on one GPU: a group of one rank has nothing to add
 up."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are; on one that ranks share, as
-many as are asked for."""
+"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are GPUs, or as requested where
+ranks share one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.worlds import ON_ONE_GPU, World, Worlds, gpu_ranks
 
 
 def most() -> int:
-    """Asked for when tests are collected: this file is read before pytest's options are."""
+    """Called when tests are collected: this file is read before the options of pytest are."""
     return max(2, min(8 if ON_ONE_GPU in os.environ else 4, gpu_ranks()))
 
 
@@ -26,5 +26,5 @@ def world(request: pytest.FixtureRequest, worlds: Worlds) -> World:
 
 @pytest.fixture
 def largest(worlds: Worlds) -> World:
-    """One world of all ranks: for what takes long and does not depend on the size."""
+    """One world of all ranks: for slow tests that do not depend on the size."""
     return worlds("nccl", most())

@@ -1,9 +1,9 @@
 """all_gather_matmul between GPUs: both kernels and transports, late ranks, graphs, two groups, an
 absent peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
-which is most of the time here. So variants are few on purpose: what depends on the kernel runs with
-both kernels and transports, what depends on the protocol once with each transport.
+Each kernel compiles on each rank for each new config, world size, dtype and class of shape, which
+is most of the time here. So there are few variants: tests of a kernel run with both kernels and
+transports, tests of the protocol once with each transport.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import AG, Case, draw, draw_operands, prepare
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import Member, World, one_shot
@@ -53,7 +52,7 @@ each_kernel_and_transport = configs(
 )
 each_transport = configs(TRITON, HOPPER_COPIES) if IS_HOPPER else configs(TRITON, TRITON_COPIES)
 
-# Rows of a shard, columns of a rank, K. With 4 ranks M is 4, 252, 4096 and 4 x 1021.
+# Rows of a shard, columns per rank, K. With 4 ranks M is 4, 252, 4096 and 4 x 1021.
 SHAPES = {
     "one_row": (1, 256, 512),
     "odd_rows": (63, 320, 256),
@@ -82,8 +81,9 @@ def test_parity_in_each_world(world: World, config: MatmulConfig) -> None:
 
 
 @on_hopper
-def test_parity_of_the_kernel_that_steps_in(largest: World) -> None:
-    """TMA cannot read these rows: the Triton kernel runs in place of its twin. And a small tile."""
+def test_parity_of_the_triton_kernel_where_tma_cannot_read(largest: World) -> None:
+    """TMA cannot read these rows: the Triton kernel runs instead of the Hopper kernel. And a small
+    tile."""
     largest.run(
         parity.parity,
         [Case(33, 65, 101, "bfloat16", bias=True, integers=True)],
@@ -156,8 +156,8 @@ def call_after_a_rendezvous_of_its_own(me: Member, case: Case) -> None:
     call.verify(f"rank {me.rank}", tw.all_gather_matmul(call.x, call.w))
 
 
-def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
-    """Needs what test_subgroups needs, with two GPUs."""
+def test_ranks_with_different_histories(largest: World) -> None:
+    """Covers what test_subgroups covers, with two GPUs."""
     largest.run(call_after_a_rendezvous_of_its_own, Case(16, 128, 256, "bfloat16"), timeout=60)
 
 
@@ -166,10 +166,10 @@ def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    """Small shards are pushed by the kernel, large ones by copy engines, whose addresses the graph
-    freezes."""
+    """Small shards are pushed by the kernel, large ones by copy engines. The graph freezes their
+    addresses."""
     largest.run(
-        device_behaviour.replay_and_call,
+        gpu_behaviour.replay_and_call,
         Case(rows, 128, 256, "bfloat16", bias=True),
         60,
         timeout=200,
@@ -177,11 +177,11 @@ def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
 
 
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
 
 
 def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
-    """Forward and backward in one graph behind a warmup alone, replayed with fresh inputs, some
+    """Forward and backward in one graph after a warmup only, replayed with fresh inputs and some
     ranks late."""
     tw.close()
     rows, cols, depth = case.x_rows(me.world_size), case.cols, case.depth
@@ -230,7 +230,8 @@ def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
 
 @pytest.mark.parametrize("rows", [64, 1024], ids=["small", "large"])
 def test_a_captured_backward(largest: World, rows: int) -> None:
-    """Its gather goes by copy engines beside dgrad, in memory that only a backward makes."""
+    """Its gather uses copy engines concurrently with dgrad, in memory that only a backward
+    allocates."""
     largest.run(backward_in_a_graph, Case(rows, 512, 1024, "bfloat16"), 12, timeout=200)
 
 
@@ -258,21 +259,21 @@ def test_column_parallel_linear(largest: World) -> None:
     )
 
 
-# --- A peer that never comes ---
+# --- An absent peer ---
 
 
 @each_transport
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     case = Case(64, 256, 512, "bfloat16")
-    device_behaviour.check_timed_out(
-        one_shot("nccl", 2, device_behaviour.call_without, case, config, 1, timeout=150), case.op
+    gpu_behaviour.check_timed_out(
+        one_shot("nccl", 2, gpu_behaviour.calls_without_peer, case, config, 1, timeout=150), case.op
     )
 
 
 def first_call_without(me: Member, absent: int) -> float | None:
-    os.environ["TILEWEAVE_TIMEOUT"] = str(device_behaviour.SECONDS)
+    os.environ["TILEWEAVE_TIMEOUT"] = str(gpu_behaviour.SECONDS)
     if me.rank == absent:
-        time.sleep(device_behaviour.SECONDS + 4.0)
+        time.sleep(gpu_behaviour.SECONDS + 4.0)
         return None
     call = prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
@@ -281,15 +282,15 @@ def first_call_without(me: Member, absent: int) -> float | None:
     return time.monotonic() - started
 
 
-def test_a_peer_that_never_comes_to_the_first_call() -> None:
+def test_absent_peer_in_the_first_call() -> None:
     """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
     ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0], ends
-    assert device_behaviour.SECONDS <= ends[0].value < device_behaviour.SECONDS + 2.0, ends
+    assert gpu_behaviour.SECONDS <= ends[0].value < gpu_behaviour.SECONDS + 2.0, ends
 
 
-def test_ranks_that_disagree(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, AG)
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
+    texts = largest.run(behaviour.mismatch_error, AG)
     assert len(set(texts)) == 1
-    if largest.size > 2:  # of two, either may be called the odd one
+    if largest.size > 2:  # of two ranks, either may be named as the odd one
         assert "rank 1" in texts[0]

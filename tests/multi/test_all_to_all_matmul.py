@@ -1,5 +1,5 @@
-"""all_to_all_matmul between GPUs: the exchanged x that a kernel hands back; the rest:
-``test_matmul_all_to_all.py``."""
+"""all_to_all_matmul between GPUs: the exchanged x that a kernel returns.
+``test_matmul_all_to_all.py`` has the other tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """dispatch_grouped_matmul between GPUs: parity of both kernels, skew, late ranks, graphs,
 gradients, an absent peer.
 
-Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
+Kernels compile for each dtype and config, which is most of the time here, so there are few cases.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import experts
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import experts, gpu_behaviour
 from tests.support.experts import Case
 from tests.support.worlds import Member, World, one_shot
 
@@ -35,7 +34,7 @@ CASES = [
     replace(PLAIN, routing="skewed", tokens=(700, 0, 33), spare=5, index_dtype=torch.int32),
     replace(PLAIN, routing="one_expert", tokens=(257,)),
     replace(PLAIN, routing="empty_experts"),
-    replace(PLAIN, routing="nobody", tokens=(1,)),
+    replace(PLAIN, routing="no_choices", tokens=(1,)),
     replace(PLAIN, routing="holes", experts=33, topk=8, tokens=(64, 65)),
 ]
 ODD = replace(PLAIN, depth=200, cols=100, dtype="float16", tokens=(90,))
@@ -77,8 +76,7 @@ def test_many_calls_with_late_ranks(largest: World, cut: str) -> None:
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
-    """Two calls in a graph, replayed with other tokens and other ids, hence other sizes of
-    everything."""
+    """Two calls in a graph, replayed with other tokens and other ids, hence with other sizes."""
     case = replace(case, tokens=(case.max_tokens,))
     drawn = [experts.draw(case, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
     for o in drawn:
@@ -146,7 +144,7 @@ def call_without(me: Member, absent: int) -> dict | None:
         remote = plan.row_entry[: int(plan.offsets[-1])] // case.topk // case.max_tokens != me.rank
         return bool(y[: len(remote)][remote].isnan().all())
 
-    return device_behaviour.lone_call(me, absent, call, poisoned)
+    return gpu_behaviour.call_without_peer(me, absent, call, poisoned)
 
 
 def test_a_peer_that_never_calls() -> None:

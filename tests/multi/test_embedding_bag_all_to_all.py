@@ -1,15 +1,14 @@
 """embedding_bag_all_to_all between GPUs: parity, held results, late ranks, graphs, gradients, an
 absent peer.
 
-Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
+Kernels compile for each dtype and config, which is most of the time here, so there are few cases.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import embedding, embedding_backward, sharded_embedding
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import embedding, embedding_backward, gpu_behaviour, sharded_embedding
 from tests.support.embedding import Case
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, one_shot
@@ -56,7 +55,7 @@ def test_results_are_lent(largest: World) -> None:
 
 
 def on_two_streams(me: Member, case: Case) -> None:
-    """Lookups of one group on two streams in turn; what reads a result is still to come when the
+    """Lookups of one group on two streams in turn. The reader of a result is still to come when the
     next lookup begins."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]
@@ -81,8 +80,8 @@ def test_lookups_on_two_streams(largest: World) -> None:
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
-    """Two calls in a graph, replayed with fresh indices; eager results are held meanwhile and must
-    stay as they are."""
+    """Two calls in a graph, replayed with fresh indices. Eager results are held in the meantime and
+    must not change."""
     drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]
     layout = case.layout(me.world_size)
     options = {"batch": case.batch, "layout": layout, "out_dtype": case.result_dtype}
@@ -95,7 +94,7 @@ def replay(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             embedding.pause(me.device, 0.0005)
-        # the same bags in another order of tables' rows: what is looked up changes, lengths do not
+        # the same bags in another order of table rows: indices change, lengths do not
         for bags in drawn:
             bags.indices.copy_((bags.indices + 1) % case.rows)
         graph.replay()
@@ -187,7 +186,7 @@ def call_without(me: Member, absent: int) -> dict | None:
     def call(number: int) -> torch.Tensor:
         return embedding.call(case, embedding.draw(case, me.rank, me.device, number), me.world_size)
 
-    return device_behaviour.lone_call(me, absent, call, lambda y: bool(y.isnan().all()))
+    return gpu_behaviour.call_without_peer(me, absent, call, lambda y: bool(y.isnan().all()))
 
 
 def test_a_peer_that_never_calls() -> None:

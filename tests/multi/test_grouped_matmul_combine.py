@@ -1,7 +1,7 @@
 """grouped_matmul_combine and nn.MoE between GPUs: both kernels, late ranks, graphs, gradients, an
 absent peer.
 
-Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
+Kernels compile for each dtype and config, which is most of the time here, so there are few cases.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import combine as combining
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import combine, gpu_behaviour
 from tests.support import moe_layer as moe
 from tests.support.experts import Case
 from tests.support.moe_layer import Layer
@@ -49,7 +48,7 @@ configs = pytest.mark.parametrize(
 BASE = Case((70,), experts=4, topk=3, depth=192, cols=640, dtype="bfloat16")
 CASES = [
     replace(BASE, routing=routing)
-    for routing in ("even", "skewed", "one_expert", "one_rank", "holes", "nobody")
+    for routing in ("even", "skewed", "one_expert", "one_rank", "holes", "no_choices")
 ]
 UNEVEN = [
     replace(BASE, tokens=(40, 0, 150)),
@@ -60,36 +59,36 @@ UNEVEN = [
 
 @configs
 def test_parity(largest: World, config: CombineConfig) -> None:
-    largest.run(combining.parity, [*CASES, *UNEVEN], config, timeout=300)
+    largest.run(combine.parity, [*CASES, *UNEVEN], config, timeout=300)
 
 
 @configs
-def test_as_backward_reads_weights(largest: World, config: CombineConfig) -> None:
-    largest.run(combining.parity, [BASE, UNEVEN[2]], config, True, False, timeout=300)
+def test_weights_in_backward_layout(largest: World, config: CombineConfig) -> None:
+    largest.run(combine.parity, [BASE, UNEVEN[2]], config, True, False, timeout=300)
 
 
 def test_in_each_world(world: World) -> None:
-    world.run(combining.parity, [replace(BASE, dtype="float16")], TRITON, timeout=200)
+    world.run(combine.parity, [replace(BASE, dtype="float16")], TRITON, timeout=200)
 
 
 @configs
 def test_many_calls_with_late_ranks(largest: World, config: CombineConfig) -> None:
     cases = [replace(BASE, tokens=(5, 1)), BASE, replace(BASE, tokens=(2, 0, 130))]
-    largest.run(combining.many_calls, cases, config, 60, 0.0005, timeout=300)
+    largest.run(combine.many_calls, cases, config, 60, 0.0005, timeout=300)
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
     """Calls in a graph, replayed with other operands of the same routing, between eager calls."""
-    drawn = [combining.prepare(case, me.rank, me.world_size, me.device, 0) for _ in range(2)]
-    tw.warmup(combining.OP, drawn[0].y, drawn[0].experts, drawn[0].plan, drawn[0].weights)
+    drawn = [combine.prepare(case, me.rank, me.world_size, me.device, 0) for _ in range(2)]
+    tw.warmup(combine.OP, drawn[0].y, drawn[0].experts, drawn[0].plan, drawn[0].weights)
     graph = torch.cuda.CUDAGraph()
     me.barrier()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         zs = [tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights) for c in drawn]
-    want = combining.expected(case, me.rank, me.world_size, 0)
+    want = combine.expected(case, me.rank, me.world_size, 0)
     for n in range(replays):
         if n % me.world_size == me.rank:
-            combining.pause(me.device, 0.0005)
+            combine.pause(me.device, 0.0005)
         for number, c in enumerate(drawn):  # doubled weights in every rank double the result
             c.weights.mul_(2.0 if (n + number) % 2 == 0 else 0.5)
         graph.replay()
@@ -97,13 +96,13 @@ def replay(me: Member, case: Case, replays: int) -> None:
         torch.cuda.synchronize()
         scales = [float(2.0 if n % 2 == 0 else 1.0), float(0.5 if n % 2 == 0 else 1.0)]
         for scale, z in zip(scales, kept, strict=True):
-            combining.verify(z, want * scale, case, f"rank {me.rank}, replay {n}")
+            combine.verify(z, want * scale, case, f"rank {me.rank}, replay {n}")
         if n % 3 == 0:
-            eager = combining.prepare(case, me.rank, me.world_size, me.device, 7)
+            eager = combine.prepare(case, me.rank, me.world_size, me.device, 7)
             z = tw.grouped_matmul_combine(eager.y, eager.experts, eager.plan, eager.weights)
-            combining.verify(
+            combine.verify(
                 z,
-                combining.expected(case, me.rank, me.world_size, 7),
+                combine.expected(case, me.rank, me.world_size, 7),
                 case,
                 f"eager after replay {n}",
             )
@@ -118,11 +117,11 @@ def test_replays(largest: World, tokens: int) -> None:
 
 
 def test_gradients(largest: World) -> None:
-    largest.run(combining.gradients, [BASE, UNEVEN[0]], timeout=300)
+    largest.run(combine.gradients, [BASE, UNEVEN[0]], timeout=300)
 
 
 def test_bad_input(largest: World) -> None:
-    largest.run(combining.bad_input, replace(BASE, dtype="float32"), timeout=200)
+    largest.run(combine.bad_input, replace(BASE, dtype="float32"), timeout=200)
 
 
 def test_moe(largest: World) -> None:
@@ -134,14 +133,14 @@ def test_moe(largest: World) -> None:
 
 
 def call_without(me: Member, absent: int) -> dict | None:
-    calls = [combining.prepare(BASE, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
+    calls = [combine.prepare(BASE, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
 
     def call(number: int) -> torch.Tensor:
-        return combining.fused(me, calls[number], FASTEST)
+        return combine.fused(me, calls[number], FASTEST)
 
-    return device_behaviour.lone_call(me, absent, call, lambda z: bool(z.isnan().any()))
+    return gpu_behaviour.call_without_peer(me, absent, call, lambda z: bool(z.isnan().any()))
 
 
 def test_a_peer_that_never_calls() -> None:
     ends = one_shot("nccl", 2, call_without, 1, timeout=200)
-    assert ends[0].value == {"op": combining.OP, "peer": 1, "poisoned": True}, ends
+    assert ends[0].value == {"op": combine.OP, "peer": 1, "poisoned": True}, ends

@@ -1,16 +1,15 @@
 """matmul_all_reduce between GPUs: the planned kernels, late ranks, graphs, two groups, an absent
 peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
-which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
-unless a test says otherwise.
+Each kernel compiles on each rank for each new config, world size, dtype and class of shape, which
+is most of the time here, so there are few variants. Kernels are those of the plan, unless a test
+says otherwise.
 """
 
 from __future__ import annotations
 
 import pytest
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import AR, Case, has_kernel
 from tests.support.worlds import World, one_shot
 
@@ -32,8 +31,8 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
 
 
 FULL = {"bias": True, "residual": True, "norm": True}
-# Rows, columns, K of a rank: decoding with one row and with many, then what goes in two steps, and
-# odd sizes.
+# Rows, columns, K per rank: decoding with one row and with many, then shapes of two steps, and odd
+# sizes.
 SHAPES = {
     "a_row": (1, 1024, 512),
     "sixteen": (16, 1024, 512),
@@ -75,8 +74,8 @@ def test_public_calls(largest: World) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 200])
-def test_the_same_bits(largest: World, rows: int) -> None:
-    largest.run(behaviour.the_same_bits, case(rows, 512, 256, **FULL), timeout=120)
+def test_same_bits_on_every_call(largest: World, rows: int) -> None:
+    largest.run(behaviour.same_bits_twice, case(rows, 512, 256, **FULL), timeout=120)
 
 
 def test_dimensions(largest: World) -> None:
@@ -109,12 +108,12 @@ def test_two_groups_on_two_streams(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 256])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    largest.run(device_behaviour.replay_and_call, case(rows, 256, 128, **FULL), 60, timeout=200)
+    largest.run(gpu_behaviour.replay_and_call, case(rows, 256, 128, **FULL), 60, timeout=200)
 
 
 @fused
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
 
 
 # --- Gradients, compilers, modules ---
@@ -134,20 +133,20 @@ def test_row_parallel_linear(largest: World) -> None:
     largest.run(behaviour.row_parallel_linear, case(64, 256, 128, bias=True), timeout=100)
 
 
-# --- A peer that never comes ---
+# --- An absent peer ---
 
 
 @fused
 @pytest.mark.parametrize("rows", [1, 256])
 def test_a_peer_that_never_calls(rows: int) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(rows, 512, 256), LIBRARY, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(rows, 512, 256), LIBRARY, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, AR)
+    gpu_behaviour.check_timed_out(ends, AR)
 
 
-def test_ranks_that_disagree(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, AR)
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
+    texts = largest.run(behaviour.mismatch_error, AR)
     assert len(set(texts)) == 1
-    if largest.size > 2:  # of two, either may be called the odd one
+    if largest.size > 2:  # of two ranks, either may be named as the odd one
         assert "rank 1" in texts[0]

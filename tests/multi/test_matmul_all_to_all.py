@@ -1,8 +1,8 @@
 """matmul_all_to_all and all_to_all_matmul between GPUs: the planned kernels, late ranks, graphs,
 groups, an absent peer.
 
-Variants are few on purpose: most of the time here is compiling. ``test_all_to_all_matmul.py`` has
-what only that one has.
+There are few variants, since most of the time here is compilation. ``test_all_to_all_matmul.py``
+has tests of the second operator only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import IN, OUT, Case
 from tests.support.worlds import World, one_shot
 
@@ -67,7 +66,7 @@ def case(
 
 @each_kernel
 def test_parity(largest: World, op: str, config: MatmulConfig) -> None:
-    """Odd rows, large parts, and columns that tiles do not divide; integers must come out exact."""
+    """Odd rows, large parts, and columns that tiles do not divide. Integers must be exact."""
     shapes = ((63, 320, 256), (1024, 640, 512), (1021, 200, 192))
     cases = [
         case(op, *shape, how=how, bias=True, integers=n != 1)
@@ -97,8 +96,8 @@ def test_dimensions(largest: World, op: str) -> None:
 
 
 @both
-def test_the_same_bits(largest: World, op: str) -> None:
-    largest.run(behaviour.the_same_bits, case(op, 520, 512, 256), timeout=120)
+def test_same_bits_on_every_call(largest: World, op: str) -> None:
+    largest.run(behaviour.same_bits_twice, case(op, 520, 512, 256), timeout=120)
 
 
 @each_kernel
@@ -124,16 +123,14 @@ def test_two_groups_on_two_streams(largest: World, op: str) -> None:
 @both
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> None:
-    largest.run(
-        device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200
-    )
+    largest.run(gpu_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200)
 
 
 @both
 def test_capture_without_warmup(largest: World, op: str) -> None:
-    # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
+    # fewer rows of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
     rows = {OUT: 16, IN: 528}[op]
-    largest.run(device_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
 
 
 @both
@@ -151,6 +148,6 @@ def test_opcheck(largest: World, op: str) -> None:
 @each_kernel
 def test_a_peer_that_never_calls(op: str, config: MatmulConfig) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(op, 128, 512, 256), config, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(op, 128, 512, 256), config, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, op)
+    gpu_behaviour.check_timed_out(ends, op)

@@ -1,9 +1,9 @@
 """matmul_reduce_scatter between GPUs: the planned kernels, late ranks, graphs, two groups, an
 absent peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
-which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
-unless a test says otherwise.
+Each kernel compiles on each rank for each new config, world size, dtype and class of shape, which
+is most of the time here, so there are few variants. Kernels are those of the plan, unless a test
+says otherwise.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import backward, behaviour, parity
-from tests.support import gpu_behaviour as device_behaviour
+from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import RS, Case, has_kernel
 from tests.support.worlds import World, gpu_ranks, one_shot
 
@@ -24,8 +23,7 @@ from tileweave.planning.problem import MatmulConfig, Problem
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-# Where the plan has no measured configuration yet it says so, and the public calls below run
-# unfused.
+# Where the plan has no measured config it says so, and the public calls below run unfused.
 PATH = plan_matmul_reduce_scatter(Problem(4, 520, 512, 256, 2, "float16"), H200, False).path
 fused = pytest.mark.skipif(
     not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there"
@@ -46,7 +44,7 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
     return Case(rows, cols, depth, dtype, op=RS, **more)
 
 
-# Rows of a shard, columns, K of a rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
+# Rows of a shard, columns, K per rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
 SHAPES = {
     "odd_rows": (63, 320, 256),
     "large": (1024, 1280, 1024),
@@ -82,8 +80,8 @@ def test_public_calls(largest: World) -> None:
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", bias=True)], "unfused")
 
 
-def test_the_same_bits(largest: World) -> None:
-    largest.run(behaviour.the_same_bits, case(520, 512, 256), timeout=120)
+def test_same_bits_on_every_call(largest: World) -> None:
+    largest.run(behaviour.same_bits_twice, case(520, 512, 256), timeout=120)
 
 
 def test_dimensions(largest: World) -> None:
@@ -116,12 +114,12 @@ def test_two_groups_on_two_streams(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    largest.run(device_behaviour.replay_and_call, case(rows, 256, 128, bias=True), 60, timeout=200)
+    largest.run(gpu_behaviour.replay_and_call, case(rows, 256, 128, bias=True), 60, timeout=200)
 
 
 @fused
 def test_capture_without_warmup(largest: World) -> None:
-    largest.run(device_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
+    largest.run(gpu_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
 
 
 # --- Gradients, compilers, modules ---
@@ -142,7 +140,7 @@ def test_row_parallel_linear(largest: World) -> None:
 
 
 @pytest.mark.own_gpu
-def test_the_block() -> None:
+def test_tensor_parallel_block() -> None:
     """The example on GPUs: the same losses in parallel and on one device."""
     output = behaviour.run_example(
         "tensor_parallel_block.py", "--hidden", "1024", "--tokens", "256", on_gpu=True, seconds=200
@@ -150,32 +148,38 @@ def test_the_block() -> None:
     assert "WRONG" not in output
 
 
-# --- A peer that never comes ---
+# --- An absent peer ---
 
 
 @fused
 @each_kernel
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     ends = one_shot(
-        "nccl", 2, device_behaviour.call_without, case(64, 512, 256), config, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(64, 512, 256), config, 1, timeout=150
     )
-    device_behaviour.check_timed_out(ends, RS)
+    gpu_behaviour.check_timed_out(ends, RS)
 
 
 @fused
 @on_hopper
-@pytest.mark.skipif(gpu_ranks() < 3, reason="with two, a peer is the one or nobody")
-def test_who_never_calls_is_named_by_all() -> None:
-    """Copies of those who came are held back, too: no wait for one of them may run out first."""
+@pytest.mark.skipif(gpu_ranks() < 3, reason="with two ranks there is only one peer")
+def test_absent_rank_is_named_by_all() -> None:
+    """Copies of present ranks are delayed, too: no wait for one of them may time out first."""
     size = min(gpu_ranks(), 4)
     ends = one_shot(
-        "nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150
+        "nccl",
+        size,
+        gpu_behaviour.calls_without_peer,
+        case(1024, 1280, 256),
+        COPIED,
+        1,
+        timeout=150,
     )
-    device_behaviour.check_timed_out(ends, RS)
+    gpu_behaviour.check_timed_out(ends, RS)
 
 
-def test_ranks_that_disagree(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, RS)
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
+    texts = largest.run(behaviour.mismatch_error, RS)
     assert len(set(texts)) == 1
-    if largest.size > 2:  # of two, either may be called the odd one
+    if largest.size > 2:  # of two ranks, either may be named as the odd one
         assert "rank 1" in texts[0]

@@ -1,5 +1,4 @@
-"""Streams of the caller's that could be anybody's, and tensors that are not on the current
-device."""
+"""Streams of the caller, and tensors that are not on the current device."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's x and w, and what the product of all rows must be: small integers."""
+    """x and w of this rank, and the expected product of all rows: small integers."""
     draw = torch.Generator().manual_seed(rows)
     xs = [torch.randint(-2, 3, (rows, 64), generator=draw).bfloat16() for _ in range(me.world_size)]
     w = torch.randint(-2, 3, (256, 64), generator=draw).bfloat16()
@@ -25,8 +24,8 @@ def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def on_urgent_streams(me: Member) -> list[bool]:
-    """torch hands out 32 streams of a priority in turns: copies on one of those would stand behind
-    the kernel that waits."""
+    """torch cycles through 32 streams of each priority: copies on one of those would be queued
+    after the kernel that waits for them."""
     x, w, want = whole(me, 2048)
     found = []
     for _ in range(40):
@@ -42,12 +41,12 @@ def on_urgent_streams(me: Member) -> list[bool]:
     return [torch.equal(y.float(), want) for y in found]
 
 
-def test_no_stream_of_the_callers_is_that_of_the_copies(largest: World) -> None:
+def test_copies_do_not_use_streams_of_the_caller(largest: World) -> None:
     for found in largest.run(on_urgent_streams, timeout=120):
         assert found == [True] * 40
 
 
-def beside_the_current_device(me: Member) -> list[bool]:
+def off_the_current_device(me: Member) -> list[bool]:
     found = []
     for rows in (64, 2048):
         x, w, want = whole(me, rows)
@@ -64,5 +63,5 @@ def beside_the_current_device(me: Member) -> list[bool]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device is always the current one")
 def test_operators_run_where_their_tensors_are(largest: World) -> None:
-    for found in largest.run(beside_the_current_device, timeout=120):
+    for found in largest.run(off_the_current_device, timeout=120):
         assert all(found)

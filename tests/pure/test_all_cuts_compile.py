@@ -1,5 +1,5 @@
-"""Every cut that a plan may choose can be compiled and run: those of experts and of lookups, on a
-GPU that is not here."""
+"""Every config that a plan may choose for experts and lookups can be compiled and run on the target
+GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tileweave.planning.machine import CPU, H200
 from tileweave.planning.schedules.grouped import GroupedProblem, plan_dispatch, routes_fused
 from tileweave.planning.sharding import config_for
 
-SHARED_BYTES = 232448  # that one program of Hopper may use
+SHARED_BYTES = 232448  # shared memory that one program of Hopper may use
 MIXTURE = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
 TOKENS = (1, 2, 4, 8, 9, 16, 17, 64, 65, 256, 257, 1024, 8192, 65536)
 
@@ -24,7 +24,7 @@ def power_of_two(number: int) -> bool:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("plan_for", [plan_dispatch, plan_combine], ids=["dispatch", "combine"])
-def test_a_cut_of_experts_can_run(plan_for: Callable, tokens: int) -> None:
+def test_expert_cuts_fit_the_device(plan_for: Callable, tokens: int) -> None:
     for experts in (2, 8, 32, 128):
         cut = plan_for(replace(MIXTURE, max_tokens=tokens, experts=experts), H200, False).config
         assert cut is not None
@@ -43,14 +43,14 @@ def test_a_cut_of_experts_can_run(plan_for: Callable, tokens: int) -> None:
     [{"cols": 33}, {"cols": 4129}, {"depth": 33}, {"depth": 1537}, {"cols": 4100}],
     ids=str,
 )
-def test_rows_that_tma_cannot_read_go_by_triton(change: dict[str, int]) -> None:
+def test_rows_unreadable_by_tma_use_the_triton_kernel(change: dict[str, int]) -> None:
     plan = plan_combine(replace(MIXTURE, **change), H200, False)
     assert plan.config is not None and plan.config.kernel == "triton"
 
 
 @pytest.mark.parametrize("row_bytes", [0, 4, 8, 15, 16, 48, 256, 512, 1000, 4096, 1 << 16])
 @pytest.mark.parametrize("pooling", [0.0, 1.0, 1.99, 2.0, 3.5, 4.0, 100.0])
-def test_a_cut_of_lookups_can_run(row_bytes: int, pooling: float) -> None:
+def test_lookup_cuts_fit_the_device(row_bytes: int, pooling: float) -> None:
     cut = config_for(row_bytes, pooling)
     assert power_of_two(cut.bags) and power_of_two(cut.num_warps) and cut.programs_per_sm >= 1
     assert 2 <= cut.bags <= 64 and cut.unroll in (1, 2, 4), cut
@@ -58,7 +58,8 @@ def test_a_cut_of_lookups_can_run(row_bytes: int, pooling: float) -> None:
     assert cut.bags in (2, 4) or in_flight <= 16 * 32 * cut.num_warps, "16-byte loads of a thread"
 
 
-def test_where_plans_of_rows_are_made_by_the_kernel() -> None:
-    """Interpreted, too: else no test on a CPU would run it, and none would say so."""
+def test_routing_plans_made_by_the_kernel() -> None:
+    """Also when interpreted: otherwise no test on a CPU would run this kernel, without a sign of
+    it."""
     assert [routes_fused(size, H200, False) for size in (1, 2, 8, 9)] == [False, True, True, False]
     assert routes_fused(2, CPU, True) and not routes_fused(2, CPU, False)

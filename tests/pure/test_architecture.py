@@ -1,8 +1,9 @@
-"""The rules of the house: who may import whom, how long things may get, and what is never written.
+"""Rules of the source code: imports between layers, lengths of files and functions, and constructs
+that are not used.
 
-A rule is a function from one source file to its violations. Each rule is run over the whole
-package, and over snippets which must break it, so that no rule can quietly stop working. Tests and
-examples keep the length of files alone.
+A rule is a function from one source file to its violations. Each rule runs over the whole package,
+and over snippets that break it, so that no rule can stop working unnoticed. For tests and examples
+only the length of files is limited.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 PACKAGE = SRC / "tileweave"
-BESIDE = ("tests", "examples")  # whose files are short, too
+OTHER_FOLDERS = ("tests", "examples")  # their files are short, too
 
 # Lowest first. A module imports from lower layers and from its own package; facts also import each
-# other. `__init__` is the public face of the package: who stands above it may write `import
+# other. `__init__` is the public interface of the package: layers above it may write `import
 # tileweave`.
 LAYERS = (
     ("errors", "planning"),
@@ -41,11 +42,11 @@ LAYERS = (
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FACTS = LAYERS[0]
 EXEMPT = ("__init__", "__main__")
+PROTOCOL = "tileweave.transport.protocol"  # only integers, which every layer may read
 # a kernel gets pointers; it does not know where memory comes from
-PROTOCOL = "tileweave.transport.protocol"  # integers alone, which every layer may read
-STRANGERS = {("kernels", "transport")}
+FORBIDDEN = {("kernels", "transport")}
 DEVICE_FREE = (*FACTS, "sim", "transport.interface", "transport.protocol")
-TALKATIVE = ("commands", "bench")
+MAY_PRINT = ("commands", "bench")
 
 MAX_FILE_LINES = 650
 MAX_FUNCTION_LINES = 160
@@ -57,8 +58,8 @@ Violation = tuple[int, str]
 
 @dataclass(frozen=True)
 class Source:
-    """One file: `module` is its dotted path inside its folder, `ops.__init__` for a package's own
-    file."""
+    """One file. `module` is its dotted path in its folder, `ops.__init__` for the file of a
+    package."""
 
     module: str
     text: str
@@ -66,6 +67,10 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
 
     @property
     def package(self) -> str:
@@ -78,15 +83,24 @@ class Source:
 Rule = Callable[[Source], Iterator[Violation]]
 
 
-def sources(folder: Path) -> list[Source]:
-    return [
+@cache
+def sources(folder: Path) -> tuple[Source, ...]:
+    """Every Python file in `folder`, read and parsed once for all rules."""
+    return tuple(
         Source(".".join(path.relative_to(folder).with_suffix("").parts), path.read_text("utf-8"))
         for path in sorted(folder.rglob("*.py"))
-    ]
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_sources() -> Iterator[None]:
+    """Syntax trees are many objects, which garbage collection in later tests would scan."""
+    yield
+    sources.cache_clear()
 
 
 def violations(rule: Rule, folder: Path) -> list[str]:
-    """Of every Python file in `folder`, as places that an editor finds."""
+    """The violations of every Python file in `folder`, as locations that an editor can open."""
     return [
         f"{folder / source.module.replace('.', '/')}.py:{line}: {what}"
         for source in sources(folder)
@@ -105,8 +119,8 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def executed(node: ast.AST, *, inside_functions: bool = True) -> Iterator[ast.AST]:
-    """Every node that runs: not what stands under `if TYPE_CHECKING:`, and bodies of functions only
-    if asked for."""
+    """Every node that runs, without those under `if TYPE_CHECKING:`. Bodies of functions are
+    optional."""
     yield node
     if isinstance(node, FunctionNode) and not inside_functions:
         return
@@ -146,7 +160,7 @@ def internal_imports(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(source.tree) if isinstance(node, FunctionNode))
+    return (node for node in source.nodes if isinstance(node, FunctionNode))
 
 
 # --- The rules ---
@@ -162,7 +176,7 @@ def imports_go_down(source: Source) -> Iterator[Violation]:
     for line, there in internal_imports(source):
         if there not in LEVEL:
             yield line, f"{there} has no layer: give it one in LAYERS"
-        elif (here, there) in STRANGERS:
+        elif (here, there) in FORBIDDEN:
             yield line, f"{here} must not know {there}"
         elif (
             there != here and not (here in FACTS and there in FACTS) and LEVEL[there] >= LEVEL[here]
@@ -191,8 +205,8 @@ def functions_are_short(source: Source) -> Iterator[Violation]:
 
 
 def only_commands_print(source: Source) -> Iterator[Violation]:
-    if not source.is_in(TALKATIVE):
-        for node in ast.walk(source.tree):
+    if not source.is_in(MAY_PRINT):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -202,13 +216,13 @@ def only_commands_print(source: Source) -> Iterator[Violation]:
 
 
 def asserts_say_why(source: Source) -> Iterator[Violation]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Assert) and node.msg is None:
             yield node.lineno, f"assert without a message: {ast.unparse(node.test)}"
 
 
 def excepts_are_narrow(source: Source) -> Iterator[Violation]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             for kind in caught:
@@ -223,13 +237,13 @@ def excepts_are_narrow(source: Source) -> Iterator[Violation]:
 
 
 def imports_are_named(source: Source) -> Iterator[Violation]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             yield node.lineno, f"from {node.module} import *"
 
 
 def nothing_is_global(source: Source) -> Iterator[Violation]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield (
                 node.lineno,
@@ -241,7 +255,7 @@ def names_mean_something(source: Source) -> Iterator[Violation]:
     for part in source.module.split("."):
         if MEANINGLESS.search(part):
             yield 1, f"module {part}: name what it is about"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, (*FunctionNode, ast.ClassDef)) and MEANINGLESS.search(
             node.name.lower()
         ):
@@ -250,7 +264,7 @@ def names_mean_something(source: Source) -> Iterator[Violation]:
 
 def only_device_has_assembly(source: Source) -> Iterator[Violation]:
     if not source.is_in(("device",)):
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(
                 node, (ast.Attribute, ast.Name, ast.alias)
             ) and "inline_asm" in ast.unparse(node):
@@ -277,19 +291,19 @@ def test_every_layer_is_there() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps(rule: Rule) -> None:
+def test_package_keeps_rule(rule: Rule) -> None:
     found = violations(rule, PACKAGE)
     assert not found, "\n".join(["", *found])
 
 
-@pytest.mark.parametrize("folder", BESIDE)
-def test_files_beside_the_package_are_short(folder: str) -> None:
+@pytest.mark.parametrize("folder", OTHER_FOLDERS)
+def test_files_of_tests_and_examples_are_short(folder: str) -> None:
     assert sources(ROOT / folder), "there is something to look at"
     found = violations(files_are_short, ROOT / folder)
     assert not found, "\n".join(["", *found])
 
 
-# --- Each rule can fail, and does not fail for nothing ---
+# --- Each rule finds violations, and accepts sound code ---
 
 BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "transport.cuda", "from tileweave.device import signal"),
@@ -352,13 +366,24 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
 
 SOUND = {
     "planning.matmul": "from tileweave.errors import InputError\ndef f():\n    import torch",
-    "transport.interface": "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry",
-    "kernels.signal": "from tileweave.transport import protocol\nfrom tileweave.transport.protocol import EPOCH",
+    "transport.interface": (
+        "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry"
+    ),
+    "kernels.signal": (
+        "from tileweave.transport import protocol\nfrom tileweave.transport.protocol import EPOCH"
+    ),
     "device.signal": "from . import remote\ntl.inline_asm_elementwise('', '', [])",
-    "kernels.matmul_all_reduce": "import torch\nfrom ..device import signal\nassert x, 'why'\ntl.device_print(x)",
-    "ops.registry": "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n    raise",
+    "kernels.matmul_all_reduce": (
+        "import torch\nfrom ..device import signal\nassert x, 'why'\ntl.device_print(x)"
+    ),
+    "ops.registry": (
+        "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n"
+        "    raise"
+    ),
     "bench.run": "import tileweave as tw\nfrom tileweave import OPERATORS, ops\nprint(tw)",
-    "commands.app": "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ...",
+    "commands.app": (
+        "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ..."
+    ),
     "__init__": "from tileweave.commands.app import main",
 }
 
@@ -368,7 +393,7 @@ SOUND = {
     BROKEN,
     ids=[f"{rule.__name__}-{place}" for rule, place, _ in BROKEN],
 )
-def test_a_rule_notices(rule: Rule, module: str, text: str) -> None:
+def test_rule_finds_violation(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text)))
 
 
@@ -387,7 +412,7 @@ def test_every_rule_is_proven() -> None:
 
 
 @pytest.mark.parametrize("module", SOUND)
-def test_sound_code_passes(module: str) -> None:
+def test_rules_accept_sound_code(module: str) -> None:
     assert not [violation for rule in RULES for violation in rule(Source(module, SOUND[module]))]
 
 

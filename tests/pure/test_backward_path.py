@@ -1,4 +1,4 @@
-"""Which way the backward of all_gather_matmul takes, for tensors without data."""
+"""The path of the backward of all_gather_matmul, for tensors without data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUSED, OVERLAPPED = "_products_fused", "_products_overlapped"
 
 
 def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: bool) -> str:
-    """Of x with so many elements, where dgrad is fused."""
+    """The path for x with this number of elements, where dgrad is fused."""
     taken: list[str] = []
     monkeypatch.setattr(MODULE, "scatters_fused", lambda *_: True)
     for name in (FUSED, OVERLAPPED):
@@ -27,11 +27,11 @@ def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: boo
 
 
 @pytest.mark.parametrize(("need_w", "kept"), [(True, False), (True, True), (False, False)])
-def test_a_gather_counts_in_32_bits(
+def test_backward_path_of_gathers_beyond_32_bits(
     monkeypatch: pytest.MonkeyPatch, need_w: bool, kept: bool
 ) -> None:
-    """Programs step past the end of a shard, by a block each: above that number of elements they
-    would begin again."""
+    """Programs step past the end of a shard by one block each. Above that number of elements the
+    index would overflow."""
     gathers = need_w and not kept
     assert path(monkeypatch, MOST_ELEMENTS, need_w, kept) == FUSED
     assert path(monkeypatch, MOST_ELEMENTS + 256, need_w, kept) == (

@@ -1,4 +1,4 @@
-"""What plans fall back to, and what a bench makes of its times."""
+"""Fallbacks of plans, and the verdicts that a benchmark derives from its times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tileweave.planning.sharding import TableSpec, plan_embedding, plan_sharding
 from tileweave.profile.timing import _Lap, _timing
 
 
-def test_largest_first_where_most_read_first_does_not_fit() -> None:
+def test_largest_tables_first_where_most_read_first_does_not_fit() -> None:
     sizes = ((40, 2), (10, 9), (10, 9), (40, 1), (40, 5))
     plan = plan_sharding(
         [TableSpec(f"t{i}", rows, 4, pooling) for i, (rows, pooling) in enumerate(sizes)],
@@ -29,12 +29,12 @@ def test_largest_first_where_most_read_first_does_not_fit() -> None:
 
 
 def test_tables_are_cut_where_they_do_not_fit_whole() -> None:
-    """Three of 1920 bytes, on two ranks of 2880."""
+    """Three tables of 1920 bytes, on two ranks of 2880."""
     plan = plan_sharding([TableSpec(name, 60, 8) for name in "abc"], 2, 4, 2880)
     assert [plan.memory(rank) for rank in (0, 1)] == [2880, 2880]
 
 
-def test_paths_of_combine() -> None:
+def test_combine_paths() -> None:
     p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
     assert (
         plan_combine(p, H200, False).path == "fused"
@@ -51,7 +51,7 @@ def test_paths_of_combine() -> None:
     assert cut is not None and cut.kernel == "triton"
 
 
-def test_paths_of_lookups() -> None:
+def test_lookup_paths() -> None:
     old = Machine("old", "cuda", 75, 40)
     paths = [
         plan_embedding(size, 512, 8.0, machine, False).path
@@ -62,7 +62,7 @@ def test_paths_of_lookups() -> None:
         assert plan_embedding(size, 512, 8.0, machine, False).path == "unfused"
 
 
-def test_plans_of_experts_and_of_lookups_read_well() -> None:
+def test_text_of_expert_and_lookup_plans() -> None:
     p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
     balanced = "1024 rows per expert if balanced"
     assert (

@@ -1,4 +1,4 @@
-"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is
+"""The ledger of calls between two and three ranks in one process: ranks that are first, late, or
 far ahead."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def ledgers(size: int) -> list[Ledger]:
     return found
 
 
-def test_without_memory_nothing_is_compared() -> None:
+def test_ledger_without_memory_compares_nothing() -> None:
     alone, closed = Ledger(), ledgers(2)[0]
     closed.close()
     for ledger in (alone, closed):
@@ -28,12 +28,12 @@ def test_without_memory_nothing_is_compared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_equal_calls_in_any_order(seed: int) -> None:
+def test_equal_calls_match_in_any_order(seed: int) -> None:
     order, found = random.Random(seed), ledgers(3)
     left = [3 * PLACES] * 3
     while any(left):
         rank = order.choice([r for r in range(3) if left[r]])
-        # also further ahead than there are places
+        # also further ahead than the ledger has entries
         for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):
             left[rank] -= 1
             found[rank].post("op", 3 * PLACES - left[rank])
@@ -42,7 +42,7 @@ def test_equal_calls_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, PLACES - 1, PLACES, 5 * PLACES + 3])
-def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(
+def test_ledger_mismatch_raises_on_both_ranks(
     before: int,
 ) -> None:
     first, second = ledgers(2)
@@ -54,12 +54,12 @@ def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(
         tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "
     ):
         second.post("an_op", 11)
-    for _ in range(2):  # and it stays so
+    for _ in range(2):  # and again
         with pytest.raises(tw.RankMismatchError, match="rank 0 where rank 1"):
             first.compare("op")
 
 
-def test_a_difference_is_found_also_some_calls_later() -> None:
+def test_ledger_mismatch_is_found_some_calls_later() -> None:
     first, second = ledgers(2)
     for number in range(20):
         first.post("op", number)
@@ -71,7 +71,7 @@ def test_a_difference_is_found_also_some_calls_later() -> None:
         first.compare("op")
 
 
-def test_numbers_wrap() -> None:
+def test_ledger_call_numbers_wrap() -> None:
     first, second = ledgers(2)
     for ledger in (first, second):
         ledger.calls = 2**32 - PLACES - 3
@@ -89,9 +89,10 @@ def test_numbers_wrap() -> None:
 
 
 @pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
-@pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
-def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, first: int) -> None:
-    """Whoever comes first; also by who had compared the call before it broke off."""
+@pytest.mark.parametrize("first", [0, 1], ids=["breaks off first", "second"])
+def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) -> None:
+    """Independent of which rank is first, and also on a rank that compared the call before it broke
+    off."""
     broken, made = found = ledgers(2)
     for ledger in found:
         ledger.post("op", 5)
@@ -101,7 +102,7 @@ def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, 
         broken.post("op", 6)
     broken.break_off(posted)
     if first == 0:
-        broken.post("op", 6)  # goes on, before anybody could know
+        broken.post("op", 6)  # goes on before any rank could know
         with pytest.raises(
             tw.RankMismatchError,
             match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised",
@@ -111,12 +112,12 @@ def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, 
         broken.post("op", 6)
 
 
-def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
-    """Or a peer that broke off there, too, a moment later, would wait for it."""
+def test_mismatch_of_an_earlier_call_does_not_post_the_next() -> None:
+    """Otherwise a peer that broke off there, too, a moment later, would wait for it."""
     told, late = ledgers(2)
     told.post("op", 5)
     told.break_off(True)
-    late._pages[1][1] = 5 << 32 | 1  # in that call still
+    late._pages[1][1] = 5 << 32 | 1  # still in that call
     late.calls = 1
     with pytest.raises(tw.RankMismatchError):
         told.post("op", 6)
@@ -128,8 +129,8 @@ def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_call_that_breaks_off_on_every_rank_is_no_difference(ahead: int) -> None:
-    """Wherever in the call, and however far one rank is ahead of the other."""
+def test_call_broken_off_on_every_rank_is_no_mismatch(ahead: int) -> None:
+    """At any point of the call, and however far one rank is ahead of the other."""
     found = ledgers(2)
     for ledger, posted in zip(found, (True, False), strict=True):
         ledger.post("op", 5)
@@ -149,9 +150,9 @@ def test_breaking_off_without_memory_does_nothing() -> None:
     assert alone.calls == 0
 
 
-def test_who_was_first_is_told_even_if_the_other_goes_on() -> None:
-    """The second was told, and called again all the same: a call that fits hides none before it
-    that did not."""
+def test_mismatch_is_kept_when_the_other_rank_goes_on() -> None:
+    """The second rank raised, and called again all the same. A matching call does not hide an
+    earlier mismatch."""
     first, second = ledgers(2)
     first.post("op", 10)
     for mark in (11, 12):

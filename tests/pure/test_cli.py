@@ -1,5 +1,4 @@
-"""What commands refuse before they start, and how a table says who was right. No world is started
-here."""
+"""Errors of commands before they start, and verdicts in tables. No world is started here."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(*words: str) -> str:
-    """What a command says that ends at once, with a code other than zero."""
+    """Output of a command that exits at once with a nonzero code."""
     done = runner.invoke(app, list(words))
     assert done.exit_code != 0
     return str(done.exception) if isinstance(done.exception, InputError) else done.output
@@ -66,7 +65,7 @@ def test_every_width_shows_verdicts(width: int) -> None:
     assert ("allowed" in text.getvalue().split("no room for")[0]) == (width == 190)
 
 
-def test_the_closing_line_counts() -> None:
+def test_demo_closing_line_counts_cases() -> None:
     assert closing(a_result()) == "26 of 26 right"
     assert (
         closing(a_result(wrong=1))
@@ -76,7 +75,7 @@ def test_the_closing_line_counts() -> None:
     assert closing(DemoResult(2, "CPU", [one], [])) == "1 of 1 right"
 
 
-# --- Numbers, and options that would do nothing ---
+# --- Numbers, and options without effect ---
 
 
 @pytest.mark.parametrize(
@@ -98,18 +97,18 @@ def test_the_closing_line_counts() -> None:
         ("demo --world 9", "remedy: ask for another number of ranks"),
     ],
 )
-def test_refused_at_once(command: str, said: str) -> None:
+def test_wrong_options_are_refused_before_start(command: str, said: str) -> None:
     assert said in refused(*command.split())
 
 
 @pytest.mark.parametrize("pattern", ["zzz", "["])
-def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_case_lists_known_names(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tileweave.commands.app.default_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert "odd-m4084" in refused("bench", "--cases", pattern)
 
 
-def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
+def test_demo_case_rows_match_its_name() -> None:
     for on_gpu in (False, True):
         cases = [
             case for case in samples_of("matmul_all_reduce").demo(on_gpu, 4) if "token" in case.name
@@ -119,7 +118,7 @@ def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
         ]
 
 
-def test_the_simulators_options_have_limits_and_are_its_own() -> None:
+def test_simulator_options_are_validated() -> None:
     simulator = pytest.importorskip("tileweave.commands.simulate").app
     assert "completion" not in runner.invoke(simulator, ["--help"]).output
     for words, said in (
@@ -133,19 +132,19 @@ def test_the_simulators_options_have_limits_and_are_its_own() -> None:
         )
 
 
-# --- Places and packages ---
+# --- Output paths and packages ---
 
 
 @pytest.mark.parametrize(
     "command",
     ["fuzz --json", "check --stress --json", "trace --out", "demo --out", "bench --smoke --json"],
 )
-def test_places_are_tried_first(command: str, tmp_path: Path) -> None:
+def test_output_paths_are_checked_first(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "asked: to write into" in refused(*command.split(), str(tmp_path / "file" / "x"))
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_output_folders_are_created(tmp_path: Path) -> None:
     assert beforehand.file_for(tmp_path / "a" / "b.json") == tmp_path / "a" / "b.json"
     assert beforehand.folder_for(tmp_path / "c" / "d") == tmp_path / "c" / "d"
     assert (
@@ -173,7 +172,7 @@ def test_folders_are_made(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_packages_are_looked_for_first(
+def test_missing_packages_are_reported_first(
     command: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beforehand, "sys", type("sys", (), {"modules": {}}))
@@ -181,14 +180,14 @@ def test_packages_are_looked_for_first(
     assert refused(*command.split()) == said
 
 
-def test_a_time_that_ranks_cannot_read_is_told_before_they_start(
+def test_bad_timeout_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "abc")
     assert "TILEWEAVE_TIMEOUT='abc'" in refused("check", "--device", "cpu")
 
 
-# --- The plot's axis ---
+# --- The axis of the plot ---
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_a_time_that_ranks_cannot_read_is_told_before_they_start(
         ((True, False), "time / co-run bound (*: matmul)"),
     ],
 )
-def test_a_bench_plot_says_what_1_is(bounds: tuple[bool, ...], label: str) -> None:
+def test_bench_plot_axis_names_its_baseline(bounds: tuple[bool, ...], label: str) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""What commands say of what they found: verdicts of the doctor, worlds under torchrun, tables,
-notes and exit codes."""
+"""Reports of commands: verdicts of the doctor, worlds under torchrun, tables, notes and exit
+codes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def given(
     launched: object, monkeypatch: pytest.MonkeyPatch, *words: str
 ) -> tuple[int, str, list[Any]]:
-    """The exit code of a command whose world gives ``launched``, what it says, and what the world
-    was called with."""
+    """The exit code of a command whose world returns ``launched``, its output, and the arguments of
+    the world."""
     calls: list[Any] = []
     monkeypatch.setattr(
         cli, "launch", lambda function, *args, **named: calls.append((args, named)) or launched
@@ -68,7 +68,7 @@ def verdicts(machine: Machine) -> dict[str, doctor.Fact]:
 
 
 @pytest.mark.parametrize("machine", OTHERS, ids=lambda machine: machine.name)
-def test_where_no_matmul_is_fused_the_doctor_says_so(machine: Machine) -> None:
+def test_doctor_reports_that_no_matmul_is_fused(machine: Machine) -> None:
     found = verdicts(machine)
     assert found["compiled kernels"].good
     assert (
@@ -78,7 +78,7 @@ def test_where_no_matmul_is_fused_the_doctor_says_so(machine: Machine) -> None:
     assert all("unfused" in fact.value for name, fact in found.items() if "matmul" in name)
 
 
-def test_where_matmuls_are_fused_the_doctor_says_so() -> None:
+def test_doctor_reports_that_matmuls_are_fused() -> None:
     assert verdicts(H200)["compiled kernels"].value.endswith("bf16 and fp16 fused, fp32 unfused")
 
 
@@ -89,7 +89,7 @@ def test_where_matmuls_are_fused_the_doctor_says_so() -> None:
         ({"triton": "3.5.1"}, "no: triton 3.5.1 is older than 3.6"),
     ],
 )
-def test_without_triton_nothing_compiled_runs(
+def test_doctor_without_triton_reports_no_kernels(
     versions: dict, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = doctor.version_of
@@ -101,7 +101,7 @@ def test_without_triton_nothing_compiled_runs(
     assert len(found) == 2, "no plans of kernels that are not there"
 
 
-def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     assert verdicts(H200)["compiled kernels"].value.startswith(
         "no: torch 2.9.1+cu128 is older than 2.11"
@@ -116,7 +116,7 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Non
     monkeypatch.setenv("WORLD_SIZE", str(size))
 
 
-def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.default_world_size("cpu", None) == 4
     under_torchrun(monkeypatch, 0, 3)
     assert launcher.default_world_size("cpu", None) == launcher.default_world_size("cpu", 3) == 3
@@ -131,7 +131,7 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("size", [1, 9])
-def test_a_world_of_torchrun_may_be_too_small_or_too_large(
+def test_torchrun_world_of_wrong_size_is_refused(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_torchrun(monkeypatch, 0, size)
@@ -154,7 +154,7 @@ def test_other_ranks_of_torchrun_are_silent(
 # --- bench ---
 
 
-def test_every_bar_of_the_all_gather_is_shown() -> None:
+def test_every_all_gather_target_is_shown() -> None:
     report = json.loads((RESULTS / "all_gather_matmul-4xH200-2026-11-22-b.json").read_text("utf-8"))
     text = StringIO()
     Console(file=text, width=220).print(*tables_of(report, 220))
@@ -181,7 +181,7 @@ def test_every_bar_of_the_all_gather_is_shown() -> None:
         ("all_to_all_matmul", (64, 512, 32), "256, 512, 128"),
     ],
 )
-def test_a_trace_shares_what_its_operator_shares(
+def test_trace_shards_what_its_operator_shards(
     op: str, shard: tuple[int, ...], whole: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words = (
@@ -224,7 +224,7 @@ def test_a_trace_shares_what_its_operator_shares(
         "grouped_matmul_combine",
     ],
 )
-def test_what_has_no_stamps_is_not_traced(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_stamps_are_not_traced(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a world was started"))
     done = runner.invoke(cli.app, ["trace", op, "--device", "cpu"])
     assert isinstance(done.exception, InputError) and f"asked: a trace of {op}" in str(
@@ -233,7 +233,7 @@ def test_what_has_no_stamps_is_not_traced(op: str, monkeypatch: pytest.MonkeyPat
     assert op not in str(done.exception).partition("allowed")[2]
 
 
-def test_a_dimension_of_one_is_refused_where_it_is_shared_only(
+def test_dimension_of_one_is_refused_only_where_it_is_sharded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words = ("--rows", "1", "--depth", "1", "--device", "cpu", "--out", str(tmp_path))
@@ -279,7 +279,7 @@ def a_report(op: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_bench_that_timed_nobody_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_without_timed_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     report = a_report("all_gather_matmul", {})
     code, said, _ = given(report, monkeypatch, "bench", "--smoke")
     assert code == 1 and "nothing was timed: nobody who was asked for can run here" in said
@@ -291,7 +291,7 @@ def test_a_bench_that_timed_nobody_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_a_bench_without_gpus_says_that_its_times_mean_nothing() -> None:
+def test_bench_without_gpus_warns_about_its_times() -> None:
     report = a_report("grouped_matmul_combine", {})
     assert WITHOUT_GPUS not in notes_of(report)
     assert WITHOUT_GPUS in notes_of(report | {"device_type": "cpu"})
@@ -316,7 +316,7 @@ def row_of(text: str, name: str) -> list[str]:
         "grouped_matmul_combine-4xH200-2026-11-22-b.json",
     ],
 )
-def test_a_report_from_before_a_rival_has_a_dash_for_it(name: str) -> None:
+def test_report_without_a_rival_shows_a_dash(name: str) -> None:
     report = json.loads((RESULTS / name).read_text("utf-8"))
     text = text_of(*experts.tables_of(report, 190))
     heads, row = row_of(text, "case"), row_of(text, "deepseek-v3-t4096 ")
@@ -332,8 +332,7 @@ def test_a_report_from_before_a_rival_has_a_dash_for_it(name: str) -> None:
 
 
 def folder_with(tmp_path: Path, op: str, *changes: Any) -> Path:
-    """A folder with a run of ``op``, and one for each of ``changes`` (to its report), later and
-    later."""
+    """A folder with a run of ``op``, and a later one for each of ``changes`` (to its report)."""
     text = (RESULTS / f"{op}-4xH200-2026-11-21.json").read_text("utf-8")
     for number, change in enumerate((lambda report: None, *changes)):
         report = json.loads(text)
@@ -343,7 +342,7 @@ def folder_with(tmp_path: Path, op: str, *changes: Any) -> Path:
     return tmp_path
 
 
-def test_the_page_takes_runs_with_all_cases(tmp_path: Path) -> None:
+def test_measured_page_needs_all_cases(tmp_path: Path) -> None:
     op = "all_to_all_matmul"
     page = measured.markdown(folder_with(tmp_path, op, lambda report: report["cases"].pop(0)))
     assert f"Large, eager ([run](results/{op}-4xH200-0.json))" in page
@@ -353,7 +352,7 @@ def test_the_page_takes_runs_with_all_cases(tmp_path: Path) -> None:
     assert "Large, eager: no run had all of its 2 cases." in page and "2026-12-02;" in page
 
 
-def test_the_page_shows_what_was_wrong_and_with_what_it_was_measured(tmp_path: Path) -> None:
+def test_measured_page_shows_failures_and_versions(tmp_path: Path) -> None:
     def wrong(report: dict[str, Any]) -> None:
         report["cases"][0] |= {
             "right": False,
@@ -384,7 +383,7 @@ def test_a_folder_without_results_is_refused(
 # --- check ---
 
 
-def test_unfused_checks_are_told() -> None:
+def test_check_reports_unfused_operators() -> None:
     assert (
         note_on(["unfused", "unfused"])
         and not note_on(["triton sm 16x32, unfused", "unfused"])
@@ -392,7 +391,7 @@ def test_unfused_checks_are_told() -> None:
     )
 
 
-def test_a_stress_says_which_paths_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stress_reports_which_paths_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     from tileweave.commands.stress import Outcome
 
     for path, noted in (("triton sm 16x32", False), ("unfused", True)):

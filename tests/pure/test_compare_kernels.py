@@ -1,4 +1,4 @@
-"""Kernels are the same if only names and the order of parameters changed, and differ otherwise."""
+"""Kernels are equal if only names and the order of parameters differ."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ PRODUCT = """\
 """
 
 
-def test_the_order_of_factors_is_that_of_their_other_uses() -> None:
+def test_order_of_factors_follows_their_other_uses() -> None:
     product, sub = "%r3, %r1, %r2", "%r4, %r3, %r1"
     assert normalise_ptx(PRODUCT.replace(product, "%r3, %r2, %r1")) == normalise_ptx(PRODUCT)
     assert normalise_ptx(PRODUCT.replace(product, "%r3, %r2, %r2")) != normalise_ptx(PRODUCT)
@@ -195,7 +195,7 @@ def test_the_order_of_factors_is_that_of_their_other_uses() -> None:
     assert normalise_llir(less) != normalise_llir(greater)
 
 
-def test_another_parameter_as_the_start_of_a_loop_is_noticed() -> None:
+def test_changed_loop_start_is_noticed() -> None:
     two = "	ld.param.b32 	%r4, [push_kernel_param_2];\n	mov.u32 	%r1"
     body = (
         PTX.replace("	mov.u32 	%r1", two)
@@ -242,7 +242,7 @@ def recording(
     files: tuple[str, ...] = ("tests/compile",),
     **more: Any,
 ) -> Path:
-    """A file as ``record`` writes it, of kernels given as (name, text, test)."""
+    """A file as ``record`` writes it, with kernels given as (name, text, test)."""
     path = folder / f"{len(list(folder.iterdir()))}.json"
     path.with_suffix("").mkdir()
     found = []

@@ -1,5 +1,5 @@
-"""Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one
-that takes notes."""
+"""Copies as a CUDA graph: which operation follows which, and what a push updates. The driver is a
+fake that records calls."""
 
 import ctypes
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tileweave.transport.interface import Copies, Copy  # noqa: E402
 
 
 @dataclass
-class Driver:  # named as the driver names them
-    """Handles are numbers from 1 on; a node is (kind, what it follows, its facts)."""
+class Driver:  # methods have the names of the driver
+    """Handles are numbers from 1 on. A node is (kind, its predecessors, its other arguments)."""
 
     nodes: dict[int, tuple] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -87,14 +87,14 @@ def engine(driver):
 
 
 def push_again(line, copies, address, launch=None):
-    """The second time, which makes a graph of them."""
+    """Push twice: the second push makes a graph."""
     line.push(copies, address)
     line._driver.calls.clear()
     line.push(copies, address, launch)
 
 
 def scatter():
-    """Two owners, a lane each: wait for tiles, data, signal; then one to ourselves."""
+    """Two owners with a lane each: wait for tiles, data, signal. Then a signal to this rank."""
     return Copies(
         [
             Copy(1000, 0, 64, 8, counter=500, count=3),
@@ -106,7 +106,7 @@ def scatter():
     )
 
 
-def test_structures_are_as_large_as_the_drivers():
+def test_structures_have_the_sizes_of_the_driver():
     sizes = [
         ctypes.sizeof(kind)
         for kind in (copy_engine._Pitched, copy_engine._Block, copy_engine._Operation)
@@ -115,7 +115,7 @@ def test_structures_are_as_large_as_the_drivers():
     assert ctypes.sizeof(copy_engine._Operations) == 32
 
 
-def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
+def test_signals_follow_data_and_lanes_are_independent(driver):
     push_again(engine(driver), scatter(), 10_000)
     by_target = {facts[2]: (node, facts[0]) for node, facts in driver.nodes.items()}
     for counter, data, signal in ((500, 1000, 2000), (504, 1100, 2100)):
@@ -130,7 +130,7 @@ def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
     ] == [10_008, 10_016]
 
 
-def test_waits_and_what_stands_aside_hold_up_no_line(driver):
+def test_waits_and_aside_copies_do_not_block_a_lane(driver):
     copies = Copies(
         [
             Copy(1000, 0, 64, 8, counter=500, count=3),
@@ -142,15 +142,15 @@ def test_waits_and_what_stands_aside_hold_up_no_line(driver):
     )
     push_again(engine(driver), copies, 10_000)
     node = {facts[2]: found for found, facts in driver.nodes.items()}
-    behind = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
-    assert behind[1000] == {node[500]}
-    assert behind[1100] == {node[1000], node[504]}, "the data before it, and its own count"
-    assert (behind[500], behind[504]) == (set(), {node[500]}), "counts are awaited in turn"
-    assert (behind[2000], behind[2100]) == ({node[1000]}, {node[1100]}), "a signal behind its data"
-    assert behind[3000] == {node[2000], node[1100], node[2100]}, "the last one behind all"
+    after = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
+    assert after[1000] == {node[500]}
+    assert after[1100] == {node[1000], node[504]}, "the data before it, and its own count"
+    assert (after[500], after[504]) == (set(), {node[500]}), "counts are awaited in turn"
+    assert (after[2000], after[2100]) == ({node[1000]}, {node[1100]}), "a signal after its data"
+    assert after[3000] == {node[2000], node[1100], node[2100]}, "the last one after all"
 
 
-def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
+def test_push_is_one_launch_with_only_data_addresses_updated(driver):
     copies, line = scatter(), engine(driver)
     push_again(line, copies, 10_000)
     fixed = {
@@ -168,7 +168,7 @@ def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
     assert all(driver.nodes[node] == facts for node, facts in fixed.items())
 
 
-def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
+def test_graph_that_cannot_be_updated_is_replaced(driver):
     copies, line = scatter(), engine(driver)
     push_again(line, copies, 10_000)
     ((_, first),) = line._graphs.values()
@@ -184,7 +184,7 @@ def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
     ) == [20_008, 20_016]
 
 
-def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
+def test_pitched_copies_have_a_graph_per_repeated_address(driver):
     pitched = Copies(
         [Copy(0, 900, 64, rows=3, target_pitch=128, source_pitch=64), Copy(2000, 7, 4)]
     )
@@ -203,7 +203,7 @@ def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
     ]
 
 
-def test_what_does_not_come_again_is_forgotten_and_has_no_graph(driver):
+def test_copies_used_once_have_no_graph_and_are_forgotten(driver):
     line, often = engine(driver), scatter()
     push_again(line, often, 10_000)
     for _ in range(3 * copy_engine._MOST_GRAPHS):
@@ -220,7 +220,7 @@ def test_what_does_not_come_again_is_forgotten_and_has_no_graph(driver):
     assert set(line._graphs) == {(id(copies), 0) for copies in fourth}
 
 
-def test_captured_copies_go_one_by_one(driver, monkeypatch):
+def test_captured_copies_are_queued_one_by_one(driver, monkeypatch):
     line = engine(driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     driver.calls.clear()
@@ -237,7 +237,7 @@ def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
 
 
 class Refusing:
-    """A driver that refuses calls of one name, and does the others."""
+    """A driver in which calls of one name fail."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused
@@ -262,8 +262,8 @@ class Lane:
         "cuStreamWaitValue32_v2",
     ],
 )
-def test_what_the_driver_refuses_is_told(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that was not queued is data that nobody sent."""
+def test_driver_errors_are_raised(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that was not queued means data that was never sent."""
     monkeypatch.setattr(copy_engine, "current_handle", lambda index: 64)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     line = object.__new__(copy_engine.CopyEngine)

@@ -1,4 +1,4 @@
-"""Links inside the documents lead somewhere, and decisions that the sources name exist."""
+"""Links in the documents have targets, and decisions that the sources name exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECISION = re.compile(r"\bdecisions?\s+(?:#\s*)?(\d{4})(?:(?:,| and|, and)\s+(\d
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 

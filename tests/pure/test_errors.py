@@ -1,4 +1,4 @@
-"""Errors: what a caller can catch, and what a message must say."""
+"""Errors: which classes a caller can catch, and what a message must say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tileweave.errors import PeerTimeout, Waited, require
 from tileweave.ops.matmul.all_gather_matmul import check_inputs
 
 
-def test_what_a_caller_catches() -> None:
+def test_error_classes_a_caller_can_catch() -> None:
     for error in (
         tw.InputError,
         tw.RankMismatchError,
@@ -27,13 +27,13 @@ def test_what_a_caller_catches() -> None:
         assert issubclass(error, RuntimeError)
 
 
-def test_require_says_three_things() -> None:
+def test_require_message_has_three_parts() -> None:
     require(True, "a", "b", "c")
     with pytest.raises(tw.InputError, match=r"^asked: a; allowed: b; remedy: c$"):
         require(False, "a", "b", "c")
 
 
-def test_a_time_out_names_everything() -> None:
+def test_timeout_message_names_everything() -> None:
     error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5)
     assert (error.op, error.rank, error.peer, error.unit) == ("all_gather_matmul", 2, 1, 17)
     assert (error.expected, error.seen, error.seconds) == (40, 39, 2.5)
@@ -51,7 +51,7 @@ def test_a_time_out_names_everything() -> None:
     assert "tileweave.close" in str(error), "the way on is in the message"
 
 
-def test_a_time_out_at_a_barrier() -> None:
+def test_timeout_message_at_a_barrier() -> None:
     text = str(PeerTimeout("barrier", 0, -1, -1, 0, 0, 30.0))
     assert "barrier" in text
     assert "rank -1" not in text
@@ -59,7 +59,7 @@ def test_a_time_out_at_a_barrier() -> None:
 
 
 @pytest.mark.parametrize("at", ["meeting", "closed"])
-def test_a_time_out_on_the_host_has_no_epochs(at: Waited) -> None:
+def test_timeout_message_on_the_host_has_no_epochs(at: Waited) -> None:
     text = str(PeerTimeout("mapping symmetric memory", 0, 2, -1, 0, 0, 30.0, at))
     assert (
         "mapping symmetric memory" in text
@@ -77,8 +77,8 @@ def test_a_time_out_on_the_host_has_no_epochs(at: Waited) -> None:
 
 
 @pytest.mark.parametrize("at", ["signal", "meeting", "closed"])
-def test_a_time_out_survives_pickling(at: Waited) -> None:
-    """Launchers and process pools hand exceptions from process to process."""
+def test_timeout_survives_pickling(at: Waited) -> None:
+    """Launchers and process pools pass exceptions from process to process."""
     error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5, at)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is PeerTimeout
@@ -86,7 +86,7 @@ def test_a_time_out_survives_pickling(at: Waited) -> None:
     assert (back.peer, back.seen, back.seconds, back.at) == (1, 39, 2.5, at)
 
 
-# --- Inputs that need no peers to be wrong ---
+# --- Inputs that are wrong on one rank ---
 
 X, W = torch.zeros(4, 8), torch.zeros(6, 8)
 
@@ -107,7 +107,7 @@ def test_sound_inputs_pass() -> None:
     check_inputs(torch.zeros(0, 8), torch.zeros(0, 8), torch.zeros(0), torch.zeros(0, 0), 2)
 
 
-def test_another_device() -> None:
+def test_inputs_on_another_device_are_refused() -> None:
     assert "meta" in refused(X, W.to("meta"), None, None)
     assert "meta" in refused(X, W, torch.zeros(6, device="meta"), None)
     assert "meta" in refused(X, W, None, torch.zeros(8, 6, device="meta"))
@@ -126,7 +126,7 @@ def test_the_default_group_needs_torch_distributed() -> None:
         tw.all_gather_matmul(X, W)
 
 
-def test_unknown_operators() -> None:
+def test_unknown_operators_are_refused() -> None:
     for ask in (tw.explain, tw.warmup):
         with pytest.raises(tw.InputError, match="all_gather_matmul"):
             ask("all_gather_matmull", X, W)

@@ -1,5 +1,5 @@
-"""The integer maps: nothing is done twice or forgotten, nobody waits upwards, and the device's
-copies say the same."""
+"""The integer maps of a gather: no unit is computed twice or left out, programs wait for lower
+programs only, and the device's functions agree with the host's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.device_int32 import Word
+from tests.support.device_int32 import Int32
 
 from tileweave.planning.schedules.gather import (
     MIN_SPAN,
@@ -60,11 +60,11 @@ def all_units(schedule: TileSchedule) -> list[tuple[int, Unit]]:
     ]
 
 
-# --- Who sends what where ---
+# --- Pushes ---
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_what_a_rank_pushes_is_where_its_peer_looks(size: int) -> None:
+def test_pushed_shards_are_where_peers_read_them(size: int) -> None:
     for rank in range(size):
         for place, peer in enumerate(push_order(rank, size)):
             assert slot_place(peer, rank, size, False) == place
@@ -75,7 +75,7 @@ def test_what_a_rank_pushes_is_where_its_peer_looks(size: int) -> None:
 
 @pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_places_of_a_slot_are_all_used_once(size: int, spans: bool) -> None:
+def test_each_slot_index_is_used_once(size: int, spans: bool) -> None:
     for rank in range(size):
         sources = [source for source in range(size) if spans or source != rank]
         places = sorted(slot_place(rank, source, size, spans) for source in sources)
@@ -137,8 +137,8 @@ def test_each_element_of_the_output_is_in_one_tile(schedule: TileSchedule) -> No
 
 @thorough
 @given(schedules())
-def test_sources_come_in_bands_by_arrival(schedule: TileSchedule) -> None:
-    """The own shard alone, if it comes first, then bands of sources: no tile stands outside its
+def test_sources_are_grouped_in_bands_by_arrival(schedule: TileSchedule) -> None:
+    """The own shard alone, if it comes first, then bands of sources. No tile is outside its
     band."""
     if schedule.spans_shards:
         return
@@ -177,9 +177,9 @@ def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_who_shares_a_tile(schedule: TileSchedule) -> None:
-    """The owner is the highest program of a tile, its helpers stand right below: nobody waits for a
-    higher program."""
+def test_programs_of_a_cut_tile(schedule: TileSchedule) -> None:
+    """The owner is the highest program of a tile, and its helpers are right below: no program waits
+    for a higher one."""
     shares: dict[int, list[tuple[int, Unit]]] = {}
     for program, unit in all_units(schedule):
         shares.setdefault(unit.tile, []).append((program, unit))
@@ -196,9 +196,9 @@ def test_who_shares_a_tile(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_a_program_helps_once_in_a_segment_and_owns_last(schedule: TileSchedule) -> None:
-    """One place for parts in a segment is enough, and an owner has nothing left to do for others
-    when it waits."""
+def test_program_helps_once_per_segment_and_owns_last(schedule: TileSchedule) -> None:
+    """One entry for partial tiles per segment is enough, and an owner has no other work left when
+    it waits."""
     for program in range(schedule.num_programs):
         for segment in range(schedule.num_segments):
             units = [unit for unit in schedule.units(program) if unit.segment == segment]
@@ -235,7 +235,7 @@ def test_cut_tiles_are_shared_evenly(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule) -> None:
+def test_team_reads_one_k_range_of_consecutive_tiles(schedule: TileSchedule) -> None:
     for segment in range(schedule.num_segments):
         first, count = schedule.segment(segment)
         whole, team, _ = schedule.cut(count)
@@ -255,7 +255,7 @@ def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule)
 
 @thorough
 @given(schedules())
-def test_segments_make_up_the_line(schedule: TileSchedule) -> None:
+def test_segments_cover_all_tiles(schedule: TileSchedule) -> None:
     segments = [schedule.segment(index) for index in range(schedule.num_segments)]
     tiles = [tile for first, count in segments for tile in range(first, first + count)]
     assert tiles == list(range(schedule.num_tiles))
@@ -290,11 +290,12 @@ def test_slices_cover_a_shard(total: int, num_slices: int, quantum: int) -> None
     assert all(begin % quantum == 0 or begin == total for begin, _ in bounds)
 
 
-# --- The device's copies ---
+# --- The device's functions ---
 
 
 def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
-    """What the kernel's loop makes of the functions in ``device/triton/tiles.py``."""
+    """The units that the loop of the kernel makes with the functions in
+    ``device/triton/tiles.py``."""
     from tileweave.device.triton import tiles as device
 
     d = {source.__name__: source for source in device.SOURCES}
@@ -313,13 +314,13 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
         s.tile_cols,
         s.k_blocks,
     )
-    tiles = device.Tiles(*map(Word, numbers), s.split_tail)
+    tiles = device.Tiles(*map(Int32, numbers), s.split_tail)
     for part in range(s.num_segments):
-        first, count = d["segment"](tiles, Word(part))
-        share = d["share_of"](tiles, Word(program), Word(s.num_programs), count)
+        first, count = d["segment"](tiles, Int32(part))
+        share = d["share_of"](tiles, Int32(program), Int32(s.num_programs), count)
         for index in range(share.units):
-            tile, k_begin, k_end = d["unit_range"](share, Word(index))
-            first_row, row_limit, col = d["place"](tiles, Word(first + tile))
+            tile, k_begin, k_end = d["unit_range"](share, Int32(index))
+            first_row, row_limit, col = d["place"](tiles, Int32(first + tile))
             owner, helpers = d["part_range"](share, tile)
             yield Unit(
                 first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers
@@ -329,7 +330,7 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 @thorough
 @given(schedules())
-def test_the_device_does_the_same_units(schedule: TileSchedule) -> None:
+def test_device_computes_the_same_units(schedule: TileSchedule) -> None:
     for program in range(schedule.num_programs):
         assert list(device_units(schedule, program)) == list(schedule.units(program))
 

@@ -1,5 +1,5 @@
-"""Tiles of grouped matmuls: the device's walk equals the host's, and every row meets every column
-once."""
+"""Tiles of grouped matmuls: the walk of the device equals that of the host, and every row is paired
+with every column once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def offsets_of(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_row_meets_every_column_once(seed: int) -> None:
+def test_every_row_is_paired_with_every_column_once(seed: int) -> None:
     offsets, cols = offsets_of(seed), 40
     seen: dict[tuple[int, int], int] = {}
     for expert, first, end, col in walk(offsets, cols, 16, 16, 1 + seed % 4):
@@ -68,7 +68,7 @@ def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
 @pytest.mark.parametrize("sends", [1, 3, 6, 7, 21])
 @pytest.mark.parametrize("own", [0, 1, 2, 5, 7])
 def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
-    """And each block is one ticket, behind those it needs; own ones in order; both kinds run out
+    """Each block is one ticket, after those it needs. Own blocks come in order, and both kinds end
     together."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
@@ -91,11 +91,11 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
         )
         for place, (is_send, chunk, _) in enumerate(want[0]):
             assert is_send or sum(t[0] for t in want[0][:place]) == (chunk + 2) * sends, (
-                "behind the next chunk's sends"
+                "after the sends of the next chunk"
             )
         mixed = sends + (own if chunks > 1 else 0)
         assert not [t for t in want[1][:mixed] if not t[0] and t[1] == chunks - 1], (
-            "what needs all of the peers is behind"
+            "blocks that need all peers come later"
         )
         assert want[1][0][0] and not any(t[0] for t in want[1][mixed:])
         for n in range(mixed):
@@ -103,9 +103,9 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
 
 
 @pytest.mark.parametrize(("sends", "own"), [(34755, 11585), (34755, 11586), (10**5, 10**4)])
-def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
-    """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are
-    mixed."""
+def test_tickets_of_many_blocks_fit_int32(sends: int, own: int) -> None:
+    """Products are below 2^31, and each block is one ticket. (34755, 11585) are the largest counts
+    that are mixed."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
     mixed = sends + own
@@ -118,8 +118,8 @@ def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
     assert kinds == [2 * own, sends]
 
 
-def test_counters_of_a_combine_are_apart() -> None:
-    """Whatever chunks and groups there may be."""
+def test_combine_counters_do_not_overlap() -> None:
+    """For any number of chunks and groups."""
     tasks = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tasks")
     own = [
         tasks.WEIGHTS.value,
@@ -144,7 +144,7 @@ def test_blocks_of_experts() -> None:
             assert 1 <= -(-experts // size) <= blocks
 
 
-def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
+def test_sort_units_cover_every_choice_and_are_bounded() -> None:
     for world_size, tokens, topk in ((4, 4096, 8), (8, 16384, 8), (2, 5000, 1), (3, 1031, 5)):
         cut = routing_cut(world_size, tokens, topk)
         assert cut.launches == (1 if world_size * tokens * topk <= 8192 else 2)
@@ -158,7 +158,7 @@ def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
     assert routing_cut(4, 1, 8).launches == 1 == routing_cut(4, 0, 8).launches
 
 
-def test_paths_of_dispatch() -> None:
+def test_dispatch_paths() -> None:
     problem = GroupedProblem(4, 4096, 8, 32, 3072, 4096, 2, "bfloat16")
     assert plan_dispatch(problem, H200, False).path == "fused"
     assert plan_dispatch(problem, CPU, True).path == "fused"
@@ -168,7 +168,7 @@ def test_paths_of_dispatch() -> None:
             GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False
         ).config
         assert cut is not None and cut.signal_blocks <= 32
-    # as many rows an expert as tokens a rank
+    # as many rows per expert as tokens per rank
     mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")
     cuts = [
         plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).config

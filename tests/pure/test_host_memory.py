@@ -1,5 +1,5 @@
-"""A block of shared host memory: nobody makes it smaller under its readers, and nothing else passes
-for it."""
+"""A block of shared host memory: it cannot shrink under its readers, and nothing else is taken for
+it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ def block() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1, 2 * NBYTES])
-def test_a_block_keeps_its_size(block: int, nbytes: int) -> None:
-    """A rank that maps it would get a SIGBUS where it ends early."""
+def test_shared_block_keeps_its_size(block: int, nbytes: int) -> None:
+    """A rank that maps a block that ends early would get a SIGBUS."""
     with pytest.raises(PermissionError):
         os.ftruncate(block, nbytes)
     assert os.fstat(block).st_size == NBYTES
 
 
-def test_a_block_is_there_when_it_is_made(block: int) -> None:
+def test_shared_block_is_allocated_when_created(block: int) -> None:
     assert os.fstat(block).st_blocks * 512 >= NBYTES
 
 
 @pytest.mark.parametrize("token", ["another", "b-token"])
-def test_another_block_does_not_pass_for_a_peers(block: int, token: str) -> None:
-    """Its number may have been given to something else since, whose bytes would be taken for a
-    peer's."""
+def test_another_block_is_not_taken_for_a_peers(block: int, token: str) -> None:
+    """Its number may have been reused since, and other bytes would be taken for those of a peer."""
     with pytest.raises(tw.UnsupportedError, match="something else is there"):
         host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
 
 
-def test_a_file_does_not_pass_for_a_peers(tmp_path) -> None:
+def test_file_is_not_taken_for_a_peers_block(tmp_path) -> None:
     place = tmp_path / "tileweave-a-token"
     place.write_bytes(bytes(NBYTES))
     with (
@@ -57,7 +56,7 @@ def test_a_file_does_not_pass_for_a_peers(tmp_path) -> None:
         host_memory._open(f"{os.getpid()} {file.fileno()} a-token", NBYTES)
 
 
-def test_what_one_writes_the_other_reads(block: int) -> None:
+def test_writes_are_visible_to_the_other_mapping(block: int) -> None:
     with (
         host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as there,
         host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as here,

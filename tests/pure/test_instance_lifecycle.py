@@ -1,5 +1,5 @@
-"""An instance under capture, on several streams, after a growth or a launch that failed: over a
-transport that takes notes."""
+"""An instance under capture, on several streams, after failed growth or a failed launch: over a
+transport that records calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stream:
         self.name, self.notes = name, notes
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.append(f"{self.name} behind {other.name}")
+        self.notes.append(f"{self.name} after {other.name}")
 
 
 class Streams(NotingTransport):
@@ -30,30 +30,31 @@ class Streams(NotingTransport):
         return self.current
 
 
-def test_who_begins_is_told_of_a_capture() -> None:
-    """A capture wants every stream joined that it forked."""
+def test_begin_reports_capture() -> None:
+    """A capture must join every stream that it forked."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
     assert instance.begin() is False
     transport.is_capturing = True
     assert instance.begin() is True
     transport.is_capturing = False
-    assert instance.begin() is False, "a call beside graphs is no capture"
+    assert instance.begin() is False, "a call outside of a capture"
 
 
-def test_a_captured_region_waits_for_no_stream() -> None:
-    """It is the capture's own, and a stream outside of the capture cannot be waited for in it."""
+def test_captured_region_waits_for_no_stream() -> None:
+    """It belongs to the capture, and a stream outside of the capture cannot be waited for
+    inside."""
     transport, notes = Streams(), []
     instance = Instance(OP, transport)
     instance.reserve(64, slots=3)
     for name, capturing in (("a", False), ("b", True), ("c", False)):
         transport.current, transport.is_capturing = Stream(name, notes), capturing
         instance.begin(region=0)
-    assert notes == ["c behind a"]
+    assert notes == ["c after a"]
 
 
-def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth that fails leaves no slots that a smaller call would take for its own."""
+def test_failed_growth_keeps_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed growth leaves no slots that a smaller call would take for its own."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
     instance.reserve(4096)
@@ -70,9 +71,11 @@ def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)]
 )
-def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: int) -> None:
-    """A capture wants every stream joined that it forked; a kernel on a device ends behind the
-    copies anyway."""
+def test_concurrent_copies_are_joined_only_where_needed(
+    device: str, capturing: bool, joins: int
+) -> None:
+    """A capture must join every stream that it forked. A kernel on a device ends after the copies
+    anyway."""
     transport = NotingTransport()
     transport.device = torch.device(device)
     transport.push = lambda copies, given, launch: launch()  # type: ignore[method-assign]
@@ -86,7 +89,7 @@ def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: i
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_launch_that_fails_is_joined_and_not_counted(device: str) -> None:
+def test_failed_launch_is_joined_and_not_counted(device: str) -> None:
     transport = NotingTransport()
     transport.device = torch.device(device)
 
@@ -102,8 +105,8 @@ def test_a_launch_that_fails_is_joined_and_not_counted(device: str) -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_kernels_find_the_tables_through_the_control_block(copied: bool) -> None:
-    """After a fault a rank finds its peers there, and sends them nothing more; copy engines go by
-    addresses of the host."""
+    """After a fault a rank finds itself instead of its peers there, and sends them nothing more.
+    Copy engines use addresses of the host."""
     instance = Instance(OP, NotingTransport(world_size=4, rank=1), copied=copied)
     instance.reserve(64)
     instance.reserve(100_000)

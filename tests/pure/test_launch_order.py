@@ -1,5 +1,5 @@
-"""The line of launches on a device: who is ordered behind what, with streams that only take
-notes."""
+"""The order of launches on a device across streams, which are fakes that record what they wait
+for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Stream:
         self.name, self.notes = name, notes
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.append(f"{self.name} behind all of {other.name}")
+        self.notes.append(f"{self.name} after all of {other.name}")
 
     def wait_event(self, event: Event) -> None:
-        self.notes.append(f"{self.name} behind {event.where}")
+        self.notes.append(f"{self.name} after {event.where}")
 
 
 class Event:
@@ -31,7 +31,7 @@ class Event:
 
 
 def launches(steps: list[str], capturing: bool = False) -> list[str]:
-    """What is ordered behind what, of steps such as "a" (a launch on stream a) and "a." (it has
+    """Which streams wait for what, after steps such as "a" (a launch on stream a) and "a." (it has
     ended; more follows)."""
     notes: list[str] = []
     streams = {name: Stream(name, notes) for name in "abc"}
@@ -55,30 +55,30 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
     ("steps", "found"),
     [
         (["a", "a"], []),
-        (["a", "b"], ["b behind all of a"]),
-        (["a.", "b"], ["b behind the launch on a"]),
-        (["a.", "a", "b"], ["b behind all of a"]),
-        (["a.", "b", "c"], ["b behind the launch on a", "c behind all of b"]),
-        (["a.", "b.", "a"], ["b behind the launch on a", "a behind the launch on b"]),
+        (["a", "b"], ["b after all of a"]),
+        (["a.", "b"], ["b after the launch on a"]),
+        (["a.", "a", "b"], ["b after all of a"]),
+        (["a.", "b", "c"], ["b after the launch on a", "c after all of b"]),
+        (["a.", "b.", "a"], ["b after the launch on a", "a after the launch on b"]),
     ],
 )
-def test_line(steps: list[str], found: list[str]) -> None:
+def test_launches_are_ordered_across_streams(steps: list[str], found: list[str]) -> None:
     assert launches(steps) == found
 
 
-def test_a_region_is_written_again_behind_what_reads_it() -> None:
-    """The line lets a launch pass what follows the last one; not where peers write over what that
-    still copies, or reads."""
+def test_region_is_rewritten_after_its_readers() -> None:
+    """The launch order lets a launch pass work that follows the last launch. This does not hold
+    where peers overwrite a region that such work still copies or reads."""
     notes: list[str] = []
     a, b = Stream("a", notes), Stream("b", notes)
     regions = Regions(3)
     for stream in (a, a, b, b, a):
         regions.order(0, stream)
     regions.order(1, b)
-    assert notes == ["b behind all of a", "a behind all of b"]
+    assert notes == ["b after all of a", "a after all of b"]
 
 
-def test_a_line_tells_which_stream_is_current() -> None:
+def test_enter_returns_the_current_stream() -> None:
     streams, order = [Stream(name, []) for name in "ab"], cuda.LaunchOrder()
     for number in (0, 0, 1):
         with (
@@ -88,5 +88,5 @@ def test_a_line_tells_which_stream_is_current() -> None:
             assert order.enter(number) is streams[number]
 
 
-def test_a_capture_waits_for_no_other_stream() -> None:
+def test_capture_waits_for_no_other_stream() -> None:
     assert launches(["a.", "b", "c"], capturing=True) == []

@@ -1,5 +1,4 @@
-"""docs/measured.md says what the results say: it is what the module that writes it makes of them
-now."""
+"""docs/measured.md is what the module that writes it makes of the results now."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(
     ("name", "machine"), [("measured.md", MACHINE), ("measured-2xH100.md", "2xH100")]
 )
-def test_the_page_is_what_the_results_say(name: str, machine: str) -> None:
+def test_page_matches_the_results(name: str, machine: str) -> None:
     assert (DOCS / name).read_text("utf-8") == markdown(DOCS / "results", machine)
 
 
@@ -25,7 +24,7 @@ def test_a_losing_case_is_bold() -> None:
     assert "**0.93**" in row
 
 
-def test_what_bold_means_is_said() -> None:
+def test_page_explains_bold() -> None:
     assert "Bold: slower than a rival by half a\npercent or more." in HEAD
     readme = (DOCS.parent / "README.md").read_text("utf-8")
     assert "in bold what loses half a percent or more: [docs/measured.md]" in readme

@@ -1,5 +1,4 @@
-"""Measured tables are data: whatever stands in one is a table, or an InputError that says what is
-wrong."""
+"""Measured tables are data: any content is a table, or an InputError that says what is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_shipped_tables_are_sound() -> None:
             assert read_entries(path.read_text(), path.name)
 
 
-def test_a_good_table() -> None:
+def test_sound_table_is_read() -> None:
     (entry,) = read_entries(table(us=3.5), "here")
     assert isinstance(entry, Entry)
     assert (entry.us, entry.config.tile_m, entry.config.num_slices, entry.world_size) == (
@@ -81,7 +80,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
-def test_a_wrong_table(text: str) -> None:
+def test_wrong_table_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"asked: .*allowed: .*remedy: "):
         read_entries(text, "here")
 
@@ -97,7 +96,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.one_of(ANYTHING, st.fixed_dictionaries({"entries": st.lists(ANYTHING, max_size=3)})))
-def test_whatever_stands_there(data: object) -> None:
+def test_any_json_value_is_a_table_or_refused(data: object) -> None:
     with suppress(InputError):
         assert all(isinstance(entry, Entry) for entry in read_entries(json.dumps(data), "here"))
 

@@ -1,4 +1,4 @@
-"""Every public operator is whole: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
+"""Every public operator is complete: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
 cases, README row; and no file but one lists the operators."""
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def lacking(op: str) -> list[str]:
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_operator_is_whole(op: str) -> None:
+def test_operator_is_complete(op: str) -> None:
     assert not lacking(op)
 
 
-def test_no_operator_is_forgotten() -> None:
-    """An operator's fused call is in a file of its own, and every operator has its samples."""
+def test_operator_lists_agree() -> None:
+    """The fused call of an operator is in its own file, and every operator has its samples."""
     fused = {path.stem.removesuffix("_fused") for path in (PACKAGE / "ops").rglob("*_fused.py")}
     public = {re.sub("^embedding_bag_", "bag_", op) for op in OPERATORS}
     assert fused <= public

@@ -1,4 +1,4 @@
-"""Plans: what runs where, with a reason for everything that does not run fused."""
+"""Plans: which path a call takes, with a reason for everything that is not fused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tileweave.planning.table import Entry, nearest, tuned_entries
 
 WORLD_SIZES = range(2, 9)
 SMALL_GPU = Machine("some GPU", "cuda", 80, 108)
-SHARED_BYTES = {H200: 232448, SMALL_GPU: 167936}  # that one program may use
-MAX_SLICES = 32  # signals that a source has in each peer
+SHARED_BYTES = {H200: 232448, SMALL_GPU: 167936}  # shared memory that one program may use
+MAX_SLICES = 32  # signals of a source in each peer
 
 thorough = settings(max_examples=300, deadline=None, derandomize=True)
 problems = st.builds(
@@ -52,7 +52,7 @@ def power_of_two(number: int) -> bool:
 
 
 def check_config(config: MatmulConfig) -> None:
-    """What kernels take for granted."""
+    """Assumptions of kernels."""
     for size in (config.tile_m, config.tile_n, config.tile_k, config.num_slices, config.num_warps):
         assert power_of_two(size), f"{config!r}: {size}"
     assert min(config.tile_m, config.tile_n, config.tile_k) >= 16, "tl.dot's least"
@@ -64,7 +64,7 @@ def check_config(config: MatmulConfig) -> None:
 
 @thorough
 @given(problems, st.sampled_from([H200, SMALL_GPU]))
-def test_a_gpu_plan_can_run(p: Problem, machine: Machine) -> None:
+def test_gpu_plan_satisfies_the_kernels(p: Problem, machine: Machine) -> None:
     plan = plan_all_gather_matmul(p, machine, interpreting=False)
     assert plan.reason
     assert plan.path in ("fused", "unfused")
@@ -81,7 +81,7 @@ def test_a_gpu_plan_can_run(p: Problem, machine: Machine) -> None:
 
 @thorough
 @given(problems)
-def test_a_cpu_plan_can_run(p: Problem) -> None:
+def test_cpu_plan_satisfies_the_kernels(p: Problem) -> None:
     plan = plan_all_gather_matmul(p, CPU, interpreting=True)
     assert plan.path == "fused"
     check_config(plan.config)
@@ -93,9 +93,9 @@ def test_a_cpu_plan_can_run(p: Problem) -> None:
 
 @thorough
 @given(problems, st.sampled_from([H200, CPU]))
-def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
-    """Transport, slices and the number of programs are part of the protocol: they may not depend on
-    the rank."""
+def test_plan_does_not_depend_on_the_rank(p: Problem, machine: Machine) -> None:
+    """Transport, slices and the number of programs are part of the protocol: they must not depend
+    on the rank."""
     assert "rank" not in inspect.signature(plan_all_gather_matmul).parameters
     plans = {plan_all_gather_matmul(replace(p), machine, interpreting=True) for _ in range(3)}
     assert len(plans) == 1
@@ -115,7 +115,7 @@ def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
 def test_every_exchange_has_a_plan(
     p: Problem, plan_for: Callable[..., Plan], machine: Machine
 ) -> None:
-    """K of a part that no tile divides goes unfused, and says so."""
+    """K of a part that no tile divides is unfused, and the plan says so."""
     plan = plan_for(p, machine, interpreting=False)
     assert plan.reason
     assert (plan.config is not None) == (plan.path == "fused")
@@ -124,7 +124,7 @@ def test_every_exchange_has_a_plan(
 
 
 @pytest.mark.parametrize("machine", [H200, CPU], ids=lambda machine: machine.backend)
-def test_world_sizes(machine: Machine) -> None:
+def test_supported_world_sizes(machine: Machine) -> None:
     assert plan_all_gather_matmul(problem(1), machine, True).path == "local"
     for size in WORLD_SIZES:
         assert plan_all_gather_matmul(problem(size, rows=4096), machine, True).path == "fused"
@@ -142,8 +142,8 @@ def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
     assert "zero" in plan.reason
 
 
-def test_rows_between_sectors_are_the_librarys_or_get_wider_tiles() -> None:
-    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
+def test_partial_sector_rows_use_cublas_or_wider_tiles() -> None:
+    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole cache lines."""
     by_shards, even, odd, few_tiles = (
         plan_all_gather_matmul(
             problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False
@@ -159,7 +159,7 @@ def test_rows_between_sectors_are_the_librarys_or_get_wider_tiles() -> None:
     assert (by_shards.config.kernel, by_shards.config.transport) == ("library", "copy_engine")
     assert "odd multiples" in by_shards.reason and "each shard" in str(by_shards)
     assert even.config.kernel == "hopper" and "odd multiples" not in even.reason
-    # rows of the result that the library is slow with; shards with little work
+    # rows of the result for which cuBLAS is slow; shards with little work
     for wide in (odd, few_tiles):
         assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == (
             "hopper",
@@ -199,14 +199,14 @@ def test_the_cpu_is_unfused_unless_interpreting() -> None:
     assert "TRITON_INTERPRET=1" in plan.reason
 
 
-def test_large_shards_go_by_copy_engine_and_small_ones_by_sm() -> None:
+def test_large_shards_use_copy_engine_and_small_ones_sm() -> None:
     for machine in (H200, CPU):
         large = plan_all_gather_matmul(problem(rows=4096, cols=10240), machine, True)
         small = plan_all_gather_matmul(problem(rows=16, cols=10240), machine, True)
         assert (large.config.transport, small.config.transport) == ("copy_engine", "sm")
 
 
-def test_a_plan_reads_well() -> None:
+def test_plan_text() -> None:
     fused = plan_all_gather_matmul(problem(rows=16), CPU, True)
     for word in ("fused", "triton", fused.config.transport, "tile", fused.reason):
         assert word in str(fused)
@@ -222,8 +222,8 @@ each_reduction = pytest.mark.parametrize(
 
 
 def owned(p: Problem, plan_for: object) -> Problem:
-    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce
-    with all."""
+    """The problem with the rows of one owner for a reduce-scatter, with all rows for an
+    all-reduce."""
     return (
         p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
     )
@@ -232,7 +232,7 @@ def owned(p: Problem, plan_for: object) -> Problem:
 @each_reduction
 @thorough
 @given(p=problems, machine=st.sampled_from([H200, SMALL_GPU, CPU]))
-def test_a_plan_of_a_reduction_can_run(
+def test_reduction_plan_satisfies_the_kernels(
     plan_for: Callable[..., Plan], p: Problem, machine: Machine
 ) -> None:
     plan = plan_for(p, machine, interpreting=True)
@@ -245,7 +245,7 @@ def test_a_plan_of_a_reduction_can_run(
     assert config.kernel != "hopper" or machine.arch == 90, "the Gluon kernel is Hopper's"
     if plan_for is plan_matmul_all_reduce:
         assert config.kernel == ("triton" if config.shots == 1 else "library"), (
-            "two shots follow the library's matmul"
+            "two shots follow the matmul of cuBLAS"
         )
     assert config.shots == 2 or p.rows <= config.tile_m, "one shot is one tile of rows"
     schedule = scatter_schedule_for(mine, config, p.world_size - 1, machine)
@@ -266,7 +266,7 @@ def test_a_plan_of_a_reduction_can_run(
 @each_reduction
 @thorough
 @given(p=problems, machine=st.sampled_from([H200, CPU]))
-def test_ranks_plan_reductions_alike(
+def test_reduction_plan_does_not_depend_on_the_rank(
     plan_for: Callable[..., Plan], p: Problem, machine: Machine
 ) -> None:
     assert "rank" not in inspect.signature(plan_for).parameters
@@ -282,7 +282,7 @@ def test_ranks_plan_reductions_alike(
 
 
 @each_reduction
-def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
+def test_unfused_reductions(plan_for: Callable[..., Plan]) -> None:
     assert plan_for(problem(1), H200, False).path == "local"
     for p, word in (
         (problem(9), "world size 9"),
@@ -298,7 +298,7 @@ def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
 
 
 @pytest.mark.parametrize("cols", [2560, 2561])
-def test_many_rows_go_by_copy_engine(cols: int) -> None:
+def test_many_rows_use_the_copy_engine(cols: int) -> None:
     plans = [
         plan_matmul_reduce_scatter(problem(rows=rows, cols=cols), H200, False)
         for rows in (16, 2048)
@@ -311,16 +311,16 @@ def test_many_rows_go_by_copy_engine(cols: int) -> None:
     [plan_all_gather_matmul, plan_matmul_reduce_scatter],
     ids=lambda plan_for: plan_for.__name__,
 )
-def test_the_library_multiplies_where_rows_of_its_result_are_whole(
+def test_cublas_multiplies_where_its_result_rows_are_aligned(
     plan_for: Callable[..., Plan],
 ) -> None:
-    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0017)."""
+    """Aligned to 16 bytes: otherwise it takes 2 to 3 times as long (decision 0017)."""
     for rows in (32, 64, 128):
         plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
         assert [plan.config.kernel for plan in plans] == ["library", "hopper"]
 
 
-def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
+def test_shards_below_a_tile_do_not_use_the_copy_engine() -> None:
     """Where the nearest measured shape does."""
     plans = [
         plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False)
@@ -329,7 +329,7 @@ def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
     assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
 
 
-def test_few_rows_go_in_one_shot() -> None:
+def test_few_rows_use_one_shot() -> None:
     plans = [
         plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False)
         for rows in (1, 16, 256, 512)
@@ -349,14 +349,14 @@ def test_few_rows_go_in_one_shot() -> None:
 # --- Exchanges ---
 
 
-def test_parts_of_ragged_columns_go_unfused() -> None:
+def test_ragged_column_parts_are_unfused() -> None:
     plans = [
         plan_matmul_all_to_all(problem(rows=512, cols=cols), H200, False) for cols in (2560, 2564)
     ]
     assert [plan.path for plan in plans] == ["fused", "unfused"] and "16 bytes" in plans[1].reason
 
 
-def test_parts_lower_than_the_tiles_that_fit_go_unfused() -> None:
+def test_parts_below_the_smallest_tile_are_unfused() -> None:
     plans = [
         plan_all_to_all_matmul(problem(8, rows=rows, depth=192), H200, False) for rows in (127, 128)
     ]
@@ -374,18 +374,18 @@ LARGE = (
 
 
 @pytest.mark.parametrize("plan_for", LARGE, ids=lambda plan_for: plan_for.__name__)
-def test_what_was_measured_are_the_rows_of_all_ranks(plan_for: Callable[..., Plan]) -> None:
+def test_measured_rows_are_those_of_all_ranks(plan_for: Callable[..., Plan]) -> None:
     assert "M=16384" in plan_for(problem(rows=4096), H200, False).reason
 
 
-def test_a_world_of_as_many_ranks_decides_between_equal_shapes() -> None:
+def test_equal_shapes_prefer_the_same_world_size() -> None:
     config = tuned_entries("all_gather_matmul")[0].config
     two, four = (Entry(1024, 512, 512, None, config, size) for size in (2, 4))
     for size, near in ((2, two), (3, four), (4, four), (8, four)):
         assert nearest("", size, 1024, 512, 512, entries=(two, four)) is near
 
 
-def test_rows_decide_most_about_which_shape_is_near() -> None:
+def test_nearest_shape_is_decided_mostly_by_rows() -> None:
     config = tuned_entries("all_gather_matmul")[0].config
     far, near, farther = (
         Entry(*sizes, None, config)
@@ -395,7 +395,7 @@ def test_rows_decide_most_about_which_shape_is_near() -> None:
         assert nearest("", 4, 1024, 512, 512, entries=shapes) is nearer
 
 
-def test_shards_beyond_32_bits_go_unfused() -> None:
+def test_shards_beyond_32_bits_are_unfused() -> None:
     plans = [
         plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False)
         for rows in (2**19 - 2**10, 2**19)

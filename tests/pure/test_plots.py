@@ -1,4 +1,4 @@
-"""Pictures of benches say what was timed, on what, and in words that a reader can take in."""
+"""Plots of benchmarks say what was timed and on which device, in readable labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def drawn(
     monkeypatch: pytest.MonkeyPatch, draw: Any, report: dict[str, Any]
 ) -> tuple[list[str], set[str]]:
-    """All texts of a picture, as they stand there, and the colours of its bars."""
+    """All texts of a plot, as shown, and the colours of its bars."""
     seen: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
     draw(report, Path("x.png"))
@@ -76,13 +76,13 @@ SMOKE = {
 
 
 @pytest.mark.parametrize("op", SMOKE)
-def test_interpreted_times_are_called_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_times_are_labelled(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, case = SMOKE[op]
     texts, _ = drawn(monkeypatch, draw, on_the_cpu(op, case))
     title = next(text for text in texts if text.startswith(op))
     assert "world 2, x86_64" in title and "interpreted: times mean nothing" in title
     assert not any("CUDA graph" in text for text in texts), "nothing was captured"
-    assert not any("1e" in text and "+" not in text for text in texts), "no offset beside the axis"
+    assert not any("1e" in text and "+" not in text for text in texts), "no offset next to the axis"
     assert all(len(text) <= 8 for text in texts if text.replace(".", "").isdecimal()), (
         "numbers of a few digits"
     )
@@ -96,7 +96,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_pictures_of_runs_name_the_device_and_share_colours(
+def test_plots_of_runs_name_the_device_and_share_colours(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = json.loads((RESULTS / name).read_text("utf-8"))
@@ -111,11 +111,11 @@ def test_pictures_of_runs_name_the_device_and_share_colours(
     ours = report["cases"][0]["times"]["tileweave"]["median_us"]
     if "unfused" in report["cases"][0]["times"]:
         assert f"{ours / report['cases'][0]['times']['unfused']['median_us']:.2g}" in texts, (
-            "values stand on bars"
+            "values are printed on bars"
         )
 
 
-def test_captured_calls_are_those_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_calls_are_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads((RESULTS / "all_gather_matmul-4xH200-2026-11-22-b.json").read_text("utf-8"))
     texts, _ = drawn(monkeypatch, plot.plot_bench, report)
     assert {"eager calls", "calls in a CUDA graph"} <= set(texts)

@@ -30,7 +30,7 @@ def schedule(rank: int = 0, rows: int = 32, programs: int = 2) -> TileSchedule:
     return TileSchedule(rank, 2, rows, 64, 128, 32, 64, 64, 8, programs, split_tail=False)
 
 
-def test_metrics() -> None:
+def test_overlap_metrics() -> None:
     assert e_overlap(100, 100, 150) == 1
     assert e_overlap(150, 100, 150) == 0
     assert e_overlap(175, 100, 150) == -0.5
@@ -41,7 +41,7 @@ def test_metrics() -> None:
     assert math.isnan(geometric_mean([]))
 
 
-def test_decode_tells_pushes_waits_and_computations() -> None:
+def test_decode_separates_pushes_waits_and_computation() -> None:
     plan = schedule(programs=1)
     stamps = [[10, 20, 0, 0], [20, 35, 0, 1]]  # two slices
     stamps += [[40, 40, 60, 1], [60, 90, 120, 2]] + [[0, 0, 0, 0]] * (plan.max_units() - 2)
@@ -56,7 +56,7 @@ def test_decode_tells_pushes_waits_and_computations() -> None:
     assert sum(e.nbytes for e in events) == 1000
 
 
-def test_a_wait_behind_a_computation_is_no_wait() -> None:
+def test_wait_that_ends_during_computation_is_no_wait() -> None:
     plan = schedule(programs=1)
     stamps = [[0, 0, 0, 0], [10, 10, 100, 1], [20, 80, 150, 2]] + [[0, 0, 0, 0]] * (
         plan.max_units() - 2
@@ -102,20 +102,20 @@ def test_every_bench_case_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_each_function_follows_each_other_as_often(count: int) -> None:
+def test_interleaved_order_is_balanced(count: int) -> None:
     rows = [turn(count, number) for number in range(2 * count)]
     assert all(sorted(row) == list(range(count)) for row in rows)
     follows = Counter(pair for row in rows for pair in pairwise(row))
     assert follows == dict.fromkeys(permutations(range(count), 2), 2)
 
 
-# --- Pictures: what they say is there ---
+# --- Plots: everything they mention is there ---
 
 
 def picture_of(
     monkeypatch: pytest.MonkeyPatch, *traces: Trace
 ) -> tuple[str, list[str], list[str], list[float]]:
-    """Heading, legend, titles of time lines, and the largest value of each scale of grey."""
+    """Heading, legend, titles of timelines, and the largest value of each grey scale."""
     plot = pytest.importorskip("tileweave.profile.plot")
     drawn: list[Any] = []
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ ALL = [
 ]
 
 
-def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_of_waits_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     heading, words, titles, _ = picture_of(monkeypatch, WAITS)
     only = "waits only; the rest is not recorded"
     assert heading == f"Waits of each rank ({only})" and titles == [f"waits   ({only})"]
@@ -153,7 +153,7 @@ def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wait for that rank" in words and "blank: not recorded" in words
 
 
-def test_a_picture_names_all_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_labels_name_everything_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     heading, words, titles, scales = picture_of(
         monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS
     )

@@ -1,4 +1,4 @@
-"""Regions of symmetric memory: who gets which, and when one is free again."""
+"""Regions of symmetric memory: which call gets which, and when a region is free again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from tileweave.transport.regions import Regions
 
 
-def test_regions_are_lent_while_one_stays_free() -> None:
+def test_regions_are_lent_until_one_is_left() -> None:
     regions = Regions(3)
     assert regions.choose(False) == (0, True)
-    assert not regions.captured, "beside captures nothing is reserved"
+    assert not regions.captured, "no region is reserved except in captures"
     assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], (
         "a capture gets none that another one had"
     )
@@ -27,7 +27,7 @@ def test_regions_are_lent_while_one_stays_free() -> None:
     assert regions.choose(False) == (0, True)
 
 
-def test_a_lent_region_is_free_when_the_last_tensor_on_it_is_gone() -> None:
+def test_region_is_free_after_its_last_tensor() -> None:
     regions, memory = Regions(2), torch.zeros(8)
     lent = regions.lend(1, memory[4:])
     part = lent[1:3]

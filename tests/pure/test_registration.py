@@ -1,4 +1,4 @@
-"""What every operator goes through between torch and its implementation; devices are played."""
+"""What every operator does between torch and its implementation; devices are mocked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = "op(Tensor[] tables, Tensor x, int[] sizes, str group_name, *, Tensor(a
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Devices made current, where device 0 is to begin with."""
+    """Devices made current, starting from device 0."""
     found: list[Any] = []
 
     @contextmanager
@@ -38,11 +38,10 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("on", "made_current"), [(0, []), (3, [3]), (-1, [])], ids=["current", "another", "CPU"]
 )
-def test_an_operator_runs_on_the_device_of_its_tensors(
+def test_operator_runs_on_the_device_of_its_tensors(
     entered: list[Any], on: int, made_current: list[int]
 ) -> None:
-    """One that is on the CPU, beside others that are not, is what the operator's own checks
-    refuse."""
+    """A tensor on the CPU among others that are not is refused by the checks of the operator."""
     seen = []
     run = registry._as_given(
         SCHEMA, "cuda", lambda *args, out: seen.append((args, out, torch.cuda.current_device()))
@@ -53,7 +52,7 @@ def test_an_operator_runs_on_the_device_of_its_tensors(
     assert seen == [(([], x, [1, 2], ""), 7, max(on, 0))], "once"
 
 
-def test_arguments_of_a_schema() -> None:
+def test_schema_arguments() -> None:
     assert registry._arguments(SCHEMA) == [
         ["Tensor[]", "tables"],
         ["Tensor", "x"],

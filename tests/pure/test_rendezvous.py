@@ -1,8 +1,7 @@
-"""Meetings to map symmetric memory: ranks with different histories understand each other, and
-nobody waits for ever.
+"""Meetings to map symmetric memory: ranks with different histories agree, and no rank waits
+forever.
 
-Where there are no GPUs nothing can be mapped; what torch's C++ sends through the store is played
-here.
+Nothing can be mapped without GPUs, so a fake does what torch's C++ sends through the store.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from tileweave.transport.torch_collectives import agree
 
 
 class Exchange:
-    """What torch does in a rendezvous: messages under a number that counts all it ever sent in this
-    process."""
+    """What torch does in a rendezvous: messages with a number that counts all that this process
+    ever sent."""
 
     def __init__(self, sent_before: int, one_by_one: bool = False) -> None:
-        self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 asks one by one
+        self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 gets them one by one
 
     def all_gather(self, store: dist.Store, rank: int, size: int, value: bytes) -> list[bytes]:
         keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(size)]
@@ -64,18 +63,18 @@ def on_ranks(size: int, function: Callable[[int], object]) -> list:
 
 @pytest.mark.parametrize("one_by_one", [True, False], ids=["2.11", "2.13"])
 @pytest.mark.parametrize("histories", [(0, 0, 0), (7, 0, 3)], ids=["alike", "different"])
-def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -> None:
+def test_ranks_with_different_histories_meet(histories: tuple[int, ...], one_by_one: bool) -> None:
     common, size = dist.HashStore(), len(histories)
 
     def rank(me: int) -> list[list[bytes]]:
         messages, seen = Messages(dist.PrefixStore("group", common), "test", me), []
         exchange = Exchange(histories[me], one_by_one)
-        # calls our methods from C++, as a rendezvous does
+        # calls the methods of the store from C++, as a rendezvous does
         by_torch = dist.PrefixStore("torch", messages)
         for n in range(3):
             messages.start_round(n)
             seen.append(exchange.rendezvous(by_torch, me, size, bytes([n, me, 0, 255])))
-            exchange.number += me  # in between this process met others
+            exchange.number += me  # in the meantime this process met others
         return seen
 
     first, *others = on_ranks(size, rank)
@@ -85,7 +84,7 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
     assert all(other == first for other in others)
 
 
-def test_other_keys_pass() -> None:
+def test_other_store_keys_pass_through() -> None:
     messages = Messages(dist.HashStore(), "test", 0)
     messages.start_round(1)
     keys = ["word", "topic/word/3", "topic/5", "topic/6/x"]
@@ -101,7 +100,7 @@ def test_other_keys_pass() -> None:
     assert not messages.check(["word"]), "a round does not see another's messages"
 
 
-def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
     messages = Messages(dist.HashStore(), "test", 0)
     messages.start_round(1)
@@ -118,7 +117,7 @@ def world() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None:
+def test_meeting_is_a_group_known_to_torch(world: dist.ProcessGroup) -> None:
     meetings = [Meeting(world, torch.device("cpu")) for _ in range(2)]
     names = [meeting._name for meeting in meetings]
     assert len(set(names)) == 2
@@ -133,7 +132,9 @@ def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None
     assert dist.get_world_size(world) == 1
 
 
-def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_returns_texts_of_all_ranks(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meeting = Meeting(world, torch.device("cpu"))
     texts = ("memory|4096||", "memory|8192|no memory|")
     assert [meeting.exchange(text) for text in texts] == [[text] for text in texts]
@@ -146,7 +147,7 @@ def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.Monkey
     meeting.close()
 
 
-# --- Several ranks in one process: groups that are no more than a rank, a size and the store ---
+# --- Several ranks in one process: a group is only a rank, a size and the store ---
 
 
 @dataclass(eq=False)
@@ -174,8 +175,8 @@ def said(function: Callable[..., object], *args: object) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
-    """Rank 1 gives up twice; then all come: with a number, and texts, of their own."""
+def test_abandoned_meeting_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
+    """Rank 1 gives up twice. Then all arrive, with a new number and new texts."""
     for n in range(2):
         assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(
             meet, f"old {n}", three[1], "a call"
@@ -184,13 +185,13 @@ def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank
     assert found == [(3, ["new 0", "new 1", "new 2"])] * 3
 
 
-def test_texts_do_not_pile_up(three: list[Rank]) -> None:
+def test_store_keeps_only_the_last_texts(three: list[Rank]) -> None:
     for n in range(4):
         on_ranks(3, lambda rank, n=n: meet(f"{n}", three[rank], "a call"))
     assert three[0].store.num_keys() <= 2 * 3 + 3, "counts, and texts of the last meetings"
 
 
-def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
+def test_closed_rank_waits_for_ranks_that_have_not_closed(three: list[Rank]) -> None:
     texts = [Texts(rank) for rank in three]  # type: ignore[arg-type]
     on_ranks(3, lambda rank: texts[rank].barrier())
     texts[1].close()
@@ -199,7 +200,7 @@ def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
         found = [said(texts[rank].exchange, "memory|")]
         if rank != 1:
             texts[rank].close()
-            time.sleep(1.5)  # longer than a rank waits that has closed nothing
+            time.sleep(1.5)  # longer than a rank that has closed nothing waits
             found.append(said(Texts(three[rank]).exchange, "memory|"))  # type: ignore[arg-type]
         return found
 
@@ -214,7 +215,7 @@ def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
         )
 
 
-def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: list[Rank]) -> None:
+def test_allocation_and_call_comparison_report_the_same_mismatch(three: list[Rank]) -> None:
     texts = Texts(three[0])  # type: ignore[arg-type]
     calls = [
         lambda: texts.exchange("memory|1||"),
@@ -222,13 +223,14 @@ def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: lis
     ]  # type: ignore[arg-type,misc]
     one, *others = on_ranks(3, lambda rank: said(calls[rank]))
     assert one.startswith(
-        "RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call"
+        "RankMismatchError: asked: rank 0: the first call of an operator, where the other "
+        "ranks have a call"
     )
     assert others == [one, one]
 
 
 class Held:
-    """A store whose ``wait`` ends as ``rule`` says, once all that is waited for is there."""
+    """A store whose ``wait`` ends as ``rule`` says, once all keys are there."""
 
     def __init__(self, store: dist.Store, rule: Callable[[], None]) -> None:
         self._store, self._rule = store, rule
@@ -242,11 +244,11 @@ class Held:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("late", [True, False], ids=["behind the others", "before them"])
-def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(
+@pytest.mark.parametrize("late", [True, False], ids=["after the others", "before them"])
+def test_timeout_as_the_last_rank_arrives_is_consistent(
     three, monkeypatch, late: bool, error: type
 ) -> None:
-    """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a
+    """The wait of rank 2 times out when all texts are there. No other rank goes on alone into a
     collective."""
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.3")
     decided, real = threading.Event(), dist.PrefixStore
@@ -276,7 +278,7 @@ def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(
     )
     found = on_ranks(3, rank_of)
     met = "['0', '1', '2']"
-    if late:  # somebody has gone on already
+    if late:  # another rank has gone on already
         assert found == [met, met, met if error is RuntimeError else "KeyboardInterrupt"]
     else:
         assert [text.partition(":")[0] for text in found[:2]] == ["PeerTimeout"] * 2

@@ -1,5 +1,5 @@
-"""Tiles that go to owners: each partial is made once, in the order in which it is sent, and the
-device's copy says the same."""
+"""Tiles that are sent to owners: each partial tile is computed once, in the order of sending, and
+the device's function agrees with the host's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.device_int32 import Word
+from tests.support.device_int32 import Int32
 
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
@@ -53,14 +53,14 @@ def test_each_partial_is_in_one_tile(schedule: ScatterSchedule) -> None:
 
 
 def turns_of(schedule: ScatterSchedule) -> list[tuple[int, int]]:
-    """(owner, chunk) as they should be made: owner by owner, the own ones last."""
+    """(owner, chunk) in the expected order: owner by owner, the own ones last."""
     owners = [*push_order(schedule.rank, schedule.world_size), schedule.rank]
     return [(owner, chunk) for owner in owners for chunk in range(schedule.chunks)]
 
 
 @thorough
 @given(scatter_schedules())
-def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(
+def test_owners_follow_push_order_with_own_tiles_last(
     schedule: ScatterSchedule,
 ) -> None:
     tiles = [schedule.place(tile) for tile in range(schedule.num_tiles)]
@@ -83,9 +83,9 @@ def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(
 
 @thorough
 @given(scatter_schedules())
-def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
-    """What a copy engine takes at once is made at once, and as many tiles as it waits for are in
-    it."""
+def test_chunks_are_computed_in_order(schedule: ScatterSchedule) -> None:
+    """The tiles of one copy are computed at the same time, and their number is the one that the
+    copy waits for."""
     bounds = [schedule.chunk_bounds(chunk) for chunk in range(schedule.chunks)]
     assert [row for first, end in bounds for row in range(first, end)] == list(
         range(schedule.tile_rows)
@@ -131,8 +131,8 @@ def test_each_k_block_of_each_partial_is_done_once(schedule: ScatterSchedule) ->
 
 
 def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
-    """What the kernels make of ``device/triton/tiles.py:place_out``; they get ``chunk_rows`` cut to
-    ``tile_rows``."""
+    """What the kernels compute with ``device/triton/tiles.py:place_out``. They get ``chunk_rows``
+    limited to ``tile_rows``."""
     from tileweave.device.triton import tiles as device
 
     place_out = next(source for source in device.SOURCES if source.__name__ == "place_out")
@@ -149,13 +149,13 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
         s.tile_cols,
         s.k_blocks,
     )
-    return place_out(device.OwnerTiles(*map(Word, numbers), s.split_tail), Word(tile))
+    return place_out(device.OwnerTiles(*map(Int32, numbers), s.split_tail), Int32(tile))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 @thorough
 @given(scatter_schedules())
-def test_the_device_places_tiles_of_owners_alike(schedule: ScatterSchedule) -> None:
+def test_device_maps_owner_tiles_like_the_host(schedule: ScatterSchedule) -> None:
     for tile in range(schedule.num_tiles):
         assert device_place_out(schedule, tile) == schedule.place(tile)
 

@@ -1,5 +1,5 @@
-"""Who owns which table: every column once, memory kept, and neither reading nor sending left to one
-rank."""
+"""Owners of tables: every column has one, memory suffices, and neither reads nor sends are left to
+one rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_rank_holds_more_than_it_may(tables: list[TableSpec], ranks: int, mem
         assert all(plan.memory(rank) <= memory for rank in range(ranks))
 
 
-def test_too_much_for_all_ranks() -> None:
+def test_tables_too_large_for_all_ranks_are_refused() -> None:
     with pytest.raises(tw.InputError, match="remedy: more ranks"):
         plan_sharding([TableSpec("t", 1000, 128)] * 3, 2, 4, 1000 * 128 * 4)
 
@@ -70,7 +70,7 @@ def table(*sizes: Any) -> TableSpec:
     ],
     ids=str,
 )
-def test_sizes_that_are_none(wrong: tuple) -> None:
+def test_invalid_sizes_are_refused(wrong: tuple) -> None:
     with pytest.raises(tw.InputError, match="1 at least"):
         plan_sharding(*wrong)
 
@@ -81,7 +81,7 @@ def test_sizes_that_are_none(wrong: tuple) -> None:
     ranks=st.integers(1, 8),
     each=st.integers(1, 4),
 )
-def test_equal_tables_are_shared_out_evenly(
+def test_equal_tables_are_distributed_evenly(
     rows: int, pooling: float, ranks: int, each: int
 ) -> None:
     plan = plan_sharding([TableSpec("t", rows, 64, pooling)] * (ranks * each), ranks)
@@ -89,9 +89,9 @@ def test_equal_tables_are_shared_out_evenly(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_small_tables_do_not_all_go_where_little_is_read(ranks: int) -> None:
-    """Half of all lookups are of one table: whoever does not have it must not get nearly all
-    columns instead."""
+def test_small_tables_are_spread_over_ranks(ranks: int) -> None:
+    """Half of all lookups are of one table. Ranks without it must not get nearly all columns
+    instead."""
     plan = plan_sharding(
         [TableSpec(f"t{i}", 10**6, 128, n) for i, n in enumerate(MULTI_HOT)], ranks
     )
@@ -102,25 +102,25 @@ def test_small_tables_do_not_all_go_where_little_is_read(ranks: int) -> None:
         assert f"reads {read[rank]:.0f} bytes" in line and f"pools {sent[rank]} " in line
 
 
-# --- Gradients' way back ---
+# --- Gradients ---
 
 
 @pytest.mark.parametrize("tables", [1, 2, 3, 8, 9, 26, 200])
-def test_the_first_table_travels_by_itself_and_the_others_in_even_groups(tables: int) -> None:
+def test_first_table_travels_alone_and_others_in_even_groups(tables: int) -> None:
     groups = [group_of(number, tables, 8) for number in range(tables)]
     counts = [groups.count(group) for group in range(1, 8)]
     assert groups == sorted(groups) and groups.count(0) == 1 and groups[-1] < 8
     assert max(counts) - min(counts) <= 1
 
 
-def test_tables_that_touch_are_one_copy() -> None:
+def test_adjacent_tables_are_one_copy() -> None:
     layout = EmbeddingLayout(((0, 64, 96), (72, 128, 160)), ((64, 8, 32), (24, 32, 16)))
     assert spans_of(layout, 0, 0, 2) == [(0, 0, 64)]
     assert spans_of(layout, 0, 1, 2) == [(64, 64, 8), (96, 72, 32)], (
         "not side by side in the gradient"
     )
     assert spans_of(layout, 1, 0, 2) == [(72, 0, 24)]
-    assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "one behind the other, here and there"
+    assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "adjacent in both places"
     for owner in (0, 1):
         spans = [span for group in range(2) for span in spans_of(layout, owner, group, 2)]
         assert sum(dim for _, _, dim in spans) == sum(layout.dims[owner])
@@ -135,6 +135,6 @@ def test_tables_that_touch_are_one_copy() -> None:
         ((), 65536, "sm"),
     ],
 )
-def test_who_carries_gradients(dims: tuple[int, ...], batch: int, carrier: str) -> None:
+def test_gradient_carrier(dims: tuple[int, ...], batch: int, carrier: str) -> None:
     layout = EmbeddingLayout.in_rank_order([dims] * 4)
     assert gradient_carrier(layout, batch, 4) == carrier

@@ -1,4 +1,4 @@
-"""Workload files: what is wrong is named with its line, its field and what is allowed."""
+"""Workload files: errors name the line, the field and what is allowed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named(name: str) -> None:
+def test_wrong_fields_are_named(name: str) -> None:
     text, wanted = BAD[name]
     with pytest.raises(InputError) as caught:
         scenario_of(parse_document(text, "file.yaml"))
@@ -112,7 +112,7 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
         read_scenario(tmp_path / "none.yaml")
 
 
-def test_an_own_model_runs() -> None:
+def test_custom_model_runs() -> None:
     result = simulate_all(scenario_of(parse_document(OWN_MODEL, "own.yaml")))
     assert 0 < result.seconds("bound") <= result.seconds("fused") <= result.seconds("unfused")
 
@@ -125,7 +125,7 @@ def test_every_example_runs() -> None:
         assert result.seconds("fused") <= result.seconds("unfused") * (1 + 1e-9), path.name
 
 
-def test_degrees_that_do_not_fit_say_so() -> None:
+def test_degrees_that_do_not_fit_are_refused() -> None:
     text = "workload: train\nmodel: llama2-70b\ntp: 16\ncluster: {nodes: 4}\n"
     with pytest.raises(InputError, match="tp 16; allowed: at most the 8 GPUs of a node"):
         simulate_all(scenario_of(parse_document(text, "f")))
@@ -146,7 +146,7 @@ def test_every_preset_names_its_source() -> None:
 @pytest.mark.parametrize(
     ("device", "network"), [("h200", "ib-400"), ("h200", "torus-200"), ("mi300x", "ib-400")]
 )
-def test_astra_networks_come_back(tmp_path: Path, device: str, network: str) -> None:
+def test_astra_networks_are_read_back(tmp_path: Path, device: str, network: str) -> None:
     cluster = make_cluster(device, network, 16)
     astra.export(cluster, Costs(cluster.device), tmp_path)
     again = astra.read_network(tmp_path / "network.yml", cluster.device, Costs(cluster.device))
@@ -177,13 +177,13 @@ def test_astra_networks_come_back(tmp_path: Path, device: str, network: str) -> 
         (["dlrm", "--imbalance", "nan"], "imbalance: asked: nan; allowed: a number from 0 to 10"),
     ],
 )
-def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> None:
+def test_options_are_parsed_like_a_file(command: list[str], said: str) -> None:
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, InputError) and said in str(done.exception)
 
 
 @pytest.mark.parametrize("command", ["train", "serve", "moe", "dlrm", "replay"])
-def test_every_option_says_what_it_is(command: str) -> None:
+def test_every_option_has_a_help_text(command: str) -> None:
     made = get_command(app).commands[command]  # type: ignore[attr-defined]
     assert not [option.name for option in made.params if not option.help]
     assert ("seq" in {option.name for option in made.params}) == (
@@ -194,23 +194,23 @@ def test_every_option_says_what_it_is(command: str) -> None:
         assert said.exit_code == 2 and "full" in said.output
 
 
-def test_a_sweep_keeps_the_batch_of_a_node() -> None:
+def test_sweep_keeps_the_batch_per_node() -> None:
     text = "workload: train\nmodel: llama2-70b\nglobal_batch: {}\ncluster: {{nodes: 12}}\n"
     found = sweep(scenario_of(parse_document(text.format(24), "x")))
     assert [nodes for nodes, _ in found] == [1, 3, 6, 12, 24]
     assert all(result.samples == 2 * nodes * 4096 for nodes, result in found)
-    found = sweep(scenario_of(parse_document(text.format(36 + 12 // 4), "x")))  # 3.25 a node
+    found = sweep(scenario_of(parse_document(text.format(36 + 12 // 4), "x")))  # 3.25 per node
     assert not found
 
 
-def test_a_sweep_of_few_nodes_begins_with_one() -> None:
+def test_sweep_of_few_nodes_begins_with_one() -> None:
     found = sweep(
         scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x"))
     )
     assert [nodes for nodes, _ in found] == [1, 3, 6]
 
 
-def test_a_replay_says_what_it_cannot_read_and_doubts(tmp_path: Path) -> None:
+def test_replay_reports_unreadable_and_doubtful_nodes(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "nofile.et")])
     assert isinstance(done.exception, InputError) and "files that exist" in str(done.exception)
     assert isinstance(CliRunner().invoke(app, ["replay", str(tmp_path)]).exception, InputError)
@@ -227,7 +227,7 @@ def test_a_replay_says_what_it_cannot_read_and_doubts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["# Tileweave", "{}", "[]", '{"coefficients": 1}'])
-def test_what_is_no_calibration_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_calibration_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text, "utf-8")
     done = CliRunner().invoke(app, ["trust", "--calibration", str(path)])
@@ -237,7 +237,7 @@ def test_what_is_no_calibration_is_named(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "command", [["dlrm", "--out"], ["dlrm", "--export"], ["trust", "--out"], ["calibrate"]]
 )
-def test_places_are_tried_before_the_work(tmp_path: Path, command: list[str]) -> None:
+def test_output_paths_are_checked_before_the_work(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(app, [*command, str(tmp_path / "file" / "x")])
     assert isinstance(done.exception, InputError) and "to write into" in str(done.exception)

@@ -1,5 +1,5 @@
-"""Exchanges in the simulator: the kernels' own chunks and parts, waits where the kernel waits, and
-collectives as curves."""
+"""Exchanges in the simulator: the chunks, parts and waits of the kernels, and collectives as
+curves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slower(factor: float) -> Cluster:
 def run_of(
     config: MatmulConfig, m: int, cluster: Cluster = FOUR
 ) -> tuple[TileSchedule, Parts, KernelRun]:
-    # a rank's x [M, K / 4], rows scattered, columns gathered
+    # x [M, K / 4] of a rank, rows scattered, columns gathered
     problem = Problem(4, m, 4096, 2048, 2, "bfloat16")
     schedule, parts = exchange_schedule_for(problem, config, Exchange(0, 1), 0, H200)
     return (
@@ -48,7 +48,7 @@ def run_of(
 @pytest.mark.parametrize(
     ("config", "m"), [(ENGINE, 4096), (ENGINE, 2048), (KERNEL, 256), (KERNEL, 1024)]
 )
-def test_parts_side_by_side_are_computed_by_the_kernels_units(config: MatmulConfig, m: int) -> None:
+def test_adjacent_parts_use_the_kernels_units(config: MatmulConfig, m: int) -> None:
     schedule, parts, run = run_of(config, m)
     assert parts.side_by_side and schedule.depth == 8192
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
@@ -56,14 +56,14 @@ def test_parts_side_by_side_are_computed_by_the_kernels_units(config: MatmulConf
         (p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p)
     )
     pushes = [event for event in run.events if event.kind == "push"]
-    if config.transport == "copy_engine":  # chunk by chunk, in each to all peers in turn; one line
+    if config.transport == "copy_engine":  # chunk by chunk, each to all peers in turn, in one lane
         assert [event.peer for event in pushes] == [1, 2, 3] * parts.chunks and parts.chunks == 2
         assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes))
     else:
         assert len(pushes) == config.num_slices
 
 
-def test_the_first_tiles_wait_for_the_first_chunk_only() -> None:
+def test_first_tiles_wait_only_for_the_first_chunk() -> None:
     schedule, parts, run = run_of(ENGINE, 4096, slower(4.0))
     arrived = {
         (i // 3, event.peer): event.end
@@ -76,18 +76,18 @@ def test_the_first_tiles_wait_for_the_first_chunk_only() -> None:
     }
     waits = [event for event in run.events if event.kind == "wait"]
     assert {rows[event.tile] // parts.chunk_rows for event in waits} == {0, 1}
-    for event in waits:  # each ends when its source's chunk is there, and not when all is
+    for event in waits:  # each ends when the chunk of its source is there, before all are
         assert event.end == pytest.approx(arrived[rows[event.tile] // parts.chunk_rows, event.peer])
     assert run.inner > max(arrived.values()) and run.waited > 0.0
 
 
-def test_slow_links_bound_an_exchange_and_fast_ones_leave_its_matmul() -> None:
+def test_exchange_time_is_bound_by_links_or_matmul() -> None:
     wire = 3 * 1024 * 2048 * 2 / (FOUR.device.link_rate * COSTS.c.copy_fraction)
     assert run_of(ENGINE, 4096, slower(100.0))[2].inner == pytest.approx(100.0 * wire, rel=0.1)
     assert run_of(ENGINE, 4096, slower(0.01))[2].inner < 1.6 * COSTS.matmul(1024, 4096, 8192)
 
 
-def test_pulls_end_the_call_of_a_matmul_before_an_exchange() -> None:
+def test_pulls_end_a_matmul_before_an_exchange() -> None:
     schedule = scatter_schedule_for(Problem(4, 1024, 2560, 4096, 2, "bfloat16"), ENGINE, 0, H200)
     run = scatter_matmul(
         schedule, "keep", COSTS, slower(8.0), False, record=True, by_engine=True, by_columns=True
@@ -101,15 +101,16 @@ def test_pulls_end_the_call_of_a_matmul_before_an_exchange() -> None:
     assert made < 1.6 * COSTS.matmul(1024, 10240, 4096) < run.inner
 
 
-def test_stored_tiles_are_taken_out_of_the_slot() -> None:
+def test_stored_tiles_are_copied_out_of_the_slot() -> None:
     schedule = scatter_schedule_for(Problem(4, 256, 2560, 4096, 2, "bfloat16"), KERNEL, 0, H200)
     run = scatter_matmul(schedule, "keep", COSTS, FOUR, True, record=True, by_columns=True)
     last = max(event.end for event in run.events if event.kind == "push")
     assert max(event.end for event in run.events if event.kind == "sum") > last
 
 
-def test_warps_that_push_do_not_keep_others_from_multiplying() -> None:
-    """The Hopper kernel pushes beside its matmul; the Triton kernel's producers push first."""
+def test_pushing_warps_do_not_block_multiplying_warps() -> None:
+    """The Hopper kernel pushes concurrently with its matmul; the producers of the Triton kernel
+    push first."""
     problem = Problem(4, 256, 2560, 8192, 2, "bfloat16")
     hopper = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
     times = {}
@@ -127,11 +128,11 @@ def test_warps_that_push_do_not_keep_others_from_multiplying() -> None:
     )
 
 
-def test_exchanges_are_planned_as_the_library_plans_them() -> None:
+def test_exchanges_are_planned_as_by_the_operators() -> None:
     ops = Operators(FOUR)
-    behind, before = Exchange(1, 0), Exchange(0, 1)
-    assert ops.fused_matmul_all_to_all(behind, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(
-        behind, 4, 4096, 24576, 4096
+    after, before = Exchange(1, 0), Exchange(0, 1)
+    assert ops.fused_matmul_all_to_all(after, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(
+        after, 4, 4096, 24576, 4096
     )
     assert ops.fused_all_to_all_matmul(before, 4, 4096, 4096, 2048) < ops.fused_all_to_all_matmul(
         before, 4, 16384, 4096, 2048
@@ -144,7 +145,7 @@ def test_exchanges_are_planned_as_the_library_plans_them() -> None:
 # --- Collectives as curves ---
 
 
-def test_a_curve_goes_through_its_knots_and_stays_outside() -> None:
+def test_curve_interpolates_knots_and_is_flat_outside() -> None:
     curve = Curve("all_gather", 4, 1e-5, (1e6, 4e6, 1.6e7), (0.2, 0.1, 0.4))
     assert [curve.fraction(n) for n in (1.0, 1e6, 4e6, 1.6e7, 1e12)] == pytest.approx(
         [0.2, 0.2, 0.1, 0.4, 0.4]
@@ -152,7 +153,7 @@ def test_a_curve_goes_through_its_knots_and_stays_outside() -> None:
     assert curve.fraction(2e6) == pytest.approx((0.2 * 0.1) ** 0.5)
 
 
-def test_each_world_has_its_own_curve_and_larger_ones_a_step_more() -> None:
+def test_each_world_size_has_a_curve_and_larger_ones_extra_steps() -> None:
     two = Curve("all_gather", 2, 1e-5, (1e6,), (0.5,))
     four = Curve("all_gather", 4, 1.4e-5, (1e6,), (0.6,))
     c = replace(COSTS.c, nccl=(four, two))
@@ -168,7 +169,7 @@ def test_each_world_has_its_own_curve_and_larger_ones_a_step_more() -> None:
         )
         for n in (2, 4, 8)
     ]
-    # 2 us for each of four steps more
+    # 2 us for each of four more steps
     assert times == pytest.approx([1e-5, 1.4e-5, 2.2e-5], rel=1e-3)
     # before its three steps
     assert protocol_of(c, "all_gather", 1e6, 4).latency == pytest.approx(COSTS.c.nccl_eager + 8e-6)

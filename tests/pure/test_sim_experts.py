@@ -1,4 +1,4 @@
-"""Fused expert operators in the simulator: routing on average, tiles of the schedules, links and
+"""Fused expert operators in the simulator: expected routing, tiles of the schedules, links and
 memory as limits."""
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def combine(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize(("tokens", "draws"), [(1, 600), (8, 300), (64, 60)])
-def test_routing_on_average_is_what_drawing_it_gives(tokens: int, draws: int) -> None:
-    """Against drawn batches: rows of the busiest rank, experts that are hit, tokens that a rank is
-    sent."""
+def test_expected_routing_matches_drawn_routing(tokens: int, draws: int) -> None:
+    """Compare with drawn batches: rows of the busiest rank, experts that are hit, tokens sent to a
+    rank."""
     p, drawn = dispatch_of(tokens), random.Random(7)
     busiest, hit, reached = [], [], []
     for _ in range(draws):
@@ -75,14 +75,14 @@ def test_routing_on_average_is_what_drawing_it_gives(tokens: int, draws: int) ->
     assert routing.reached(32) == pytest.approx(sum(reached) / draws, rel=0.03)
 
 
-def test_rows_lie_on_the_experts_that_are_hit() -> None:
+def test_rows_are_distributed_over_experts_that_are_hit() -> None:
     offsets = Routing(dispatch_of(1)).offsets()
     assert all(a < b for a, b in pairwise(offsets)) and len(offsets) - 1 <= 32
-    assert Routing(dispatch_of(4096), 1.5).rows() == 49152  # skew over what chance brings
+    assert Routing(dispatch_of(4096), 1.5).rows() == 49152  # skew in addition to chance
 
 
 @pytest.mark.parametrize("run", [dispatch, combine])
-def test_weights_bound_few_tokens_and_multiplications_many(run: object) -> None:
+def test_few_tokens_are_weight_bound_and_many_compute_bound(run: object) -> None:
     p, cols, depth = (dispatch_of, 3072, 4096) if run is dispatch else (combine_of, 4096, 1536)
     few, many = (run(tokens) for tokens in (32, 4096))  # type: ignore[operator]
     weights = 32 * cols * depth * 2 / COSTS.memory_rate
@@ -92,7 +92,7 @@ def test_weights_bound_few_tokens_and_multiplications_many(run: object) -> None:
 
 
 @pytest.mark.parametrize("run", [dispatch, combine])
-def test_links_bound_both_where_they_are_slow(run: object) -> None:
+def test_slow_links_bound_dispatch_and_combine(run: object) -> None:
     p, width = (dispatch_of(4096), 4096) if run is dispatch else (combine_of(4096), 4096)
     wire = (
         3
@@ -106,12 +106,12 @@ def test_links_bound_both_where_they_are_slow(run: object) -> None:
     assert run(4096, slower(0.01)) < run(4096) < run(4096, slower(8.0))  # type: ignore[operator]
 
 
-def test_skew_costs_time() -> None:
+def test_routing_skew_costs_time() -> None:
     assert dispatch(4096, skew=1.3) > 1.15 * dispatch(4096)
     assert combine(4096, skew=1.3) > 1.15 * combine(4096)
 
 
-def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
+def test_experts_within_a_node_and_across_nodes() -> None:
     ops = Operators(FOUR)
     inside = ops.dispatch_grouped(Group(4), 4096, 8, 128, 3072, 4096)
     assert isclose(
@@ -125,7 +125,7 @@ def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
         assert time.bound <= time.fused <= time.unfused
 
 
-def test_one_rank_has_nobody_to_send_to() -> None:
+def test_experts_on_one_rank_send_nothing() -> None:
     alone = Scenario("moe", moe.by_name("qwen3-235b", ep=1), make_cluster("h200"))
     times = simulate_all(alone)
     assert times.seconds("unfused") == times.seconds("fused") == times.seconds("bound")
@@ -149,8 +149,8 @@ def test_one_rank_has_nobody_to_send_to() -> None:
     }
 
 
-def test_attention_is_as_wide_as_its_heads() -> None:
-    """Qwen3's heads have 128 columns each, twice hidden / heads."""
+def test_attention_width_follows_its_heads() -> None:
+    """The heads of Qwen3 have 128 columns each, twice hidden / heads."""
     qwen, mixtral = known_experts("qwen3-235b"), known_experts("mixtral-8x7b")
     assert (qwen.attended, qwen.qkv) == (64 * 128, (64 + 2 * 4) * 128)
     assert (mixtral.attended, mixtral.qkv) == (4096, (32 + 2 * 8) * 128)
@@ -172,7 +172,7 @@ def test_attention_is_as_wide_as_its_heads() -> None:
 # --- Lookups ---
 
 
-def test_the_lookups_kernel_is_bound_by_memory_or_links_and_torchs_by_elements() -> None:
+def test_lookup_time_is_bound_by_memory_links_or_elements() -> None:
     bags, row = 524288, 512.0
     ops, costs = Operators(FOUR), COSTS
     rate = costs.c.own_memory * FOUR.device.memory_rate
@@ -185,7 +185,7 @@ def test_the_lookups_kernel_is_bound_by_memory_or_links_and_torchs_by_elements()
         costs.own_lookup(bags, bags * 32, row), rel=0.03
     )
     half, whole = (costs.lookup(bags, bags * 8, 128.0 * itemsize, itemsize) for itemsize in (2, 4))
-    assert half > 0.8 * whole  # as many elements
+    assert half > 0.8 * whole  # the number of elements is the same
     assert ops.embedding_all_to_all(
         Group(4), bags, 8, row, itemsize=4
     ).fused == ops.fused_embedding(4, bags, 8, row)

@@ -1,4 +1,4 @@
-"""What the library does not run is not predicted, and what cannot exist is refused."""
+"""What tileweave does not run is not predicted, and impossible inputs are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tileweave.sim.workload import Scenario, read_scenario, scenario_of, simulat
 SIXTEEN = make_cluster("h200", gpus_per_node=16)
 
 
-# --- Groups that the library runs unfused ---
+# --- Groups that tileweave runs unfused ---
 
 
 def operators(world: int, experts: int) -> dict[str, OpTime]:
@@ -37,20 +37,20 @@ def operators(world: int, experts: int) -> dict[str, OpTime]:
     }
 
 
-def test_no_operator_is_fused_among_more_ranks_than_the_library_takes() -> None:
+def test_operators_are_unfused_above_the_rank_limit() -> None:
     for name, found in operators(16, 32).items():
         assert found.fused == found.unfused, name
     for name, found in operators(8, 32).items():
         assert found.fused < found.unfused or name == "all_to_all", name
 
 
-def test_experts_that_ranks_do_not_share_evenly_are_not_fused_in_a_node() -> None:
+def test_unevenly_split_experts_are_unfused() -> None:
     found = operators(8, 4)
     assert all(found[name].fused == found[name].unfused for name in ("dispatch", "combine"))
 
 
 @pytest.mark.parametrize("kind", ["train", "prefill", "decode", "moe", "dlrm"])
-def test_sixteen_ranks_of_a_node_gain_nothing_and_a_note_says_why(kind: str) -> None:
+def test_sixteen_ranks_per_node_are_unfused_with_a_note(kind: str) -> None:
     made = {
         "train": lambda: Scenario("train", training.by_name("llama2-70b", tp=16), SIXTEEN),
         "prefill": lambda: Scenario("serve", serving.by_name("llama3-70b", tp=16), SIXTEEN),
@@ -72,7 +72,7 @@ def test_sixteen_ranks_of_a_node_gain_nothing_and_a_note_says_why(kind: str) -> 
         assert not any("unfused" in note for note in simulate_all(few).notes)
 
 
-def test_serving_takes_one_node_and_says_so() -> None:
+def test_serving_is_limited_to_one_node() -> None:
     found = {
         nodes: simulate_all(
             Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200", nodes=nodes))
@@ -86,42 +86,52 @@ def test_serving_takes_one_node_and_says_so() -> None:
     ]
 
 
-# --- What cannot exist ---
+# --- Impossible inputs ---
 
-# What a file says: (its text, what the message must name)
+# A file: (its text, what the message must name)
 OWN = {
     "bridge without a rate": (
-        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: {flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
+        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: "
+        "{flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
         "link_rate: 1e11, inside: bridge, gpus_per_node: 2, source: x}\n",
         ("line 4", "field cluster.device", "bridge_rate"),
     ),
     "rate without a bridge": (
-        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: {flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
+        "workload: dlrm\nmodel: dlrm-ours\ncluster:\n  device: "
+        "{flops: 1e15, memory_rate: 1e12, num_sms: 100, memory: 1e10, "
         "link_rate: 1e11, inside: switch, bridge_rate: 1e11, gpus_per_node: 2, source: x}\n",
         ("line 4", "field cluster.device", "bridge_rate"),
     ),
     "heads": (
-        "workload: serve\nmodel: {layers: 1, hidden: 100, ffn: 64, heads: 64, kv_heads: 8, vocab: 32000}\ntp: 1\n",
+        "workload: serve\nmodel: "
+        "{layers: 1, hidden: 100, ffn: 64, heads: 64, kv_heads: 8, vocab: 32000}\ntp: 1\n",
         ("line 2", "field model", "hidden 100", "64 heads"),
     ),
     "kv heads": (
-        "workload: serve\nmodel: {layers: 10, hidden: 4096, ffn: 1024, heads: 64, kv_heads: 100, vocab: 3}\ntp: 8\n",
+        "workload: serve\nmodel: "
+        "{layers: 10, hidden: 4096, ffn: 1024, heads: 64, kv_heads: 100, vocab: 3}\ntp: 8\n",
         ("line 2", "kv_heads 100", "64 heads"),
     ),
     "experts' heads": (
-        "workload: moe\nmodel: {layers: 1, hidden: 2, ffn: 1, experts: 1, top_k: 1, heads: 3, kv_heads: 1}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 2, ffn: 1, experts: 1, top_k: 1, heads: 3, kv_heads: 1}\n",
         ("line 2", "hidden 2", "head_dim"),
     ),
     "experts' kv heads": (
-        "workload: moe\nmodel: {layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 2, heads: 3, kv_heads: 7, head_dim: 16}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 2, heads: 3, kv_heads: 7, "
+        "head_dim: 16}\n",
         ("line 2", "kv_heads 7", "3 heads"),
     ),
     "top_k": (
-        "workload: moe\nmodel: {layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 64, heads: 4, kv_heads: 4}\n",
+        "workload: moe\nmodel: "
+        "{layers: 1, hidden: 64, ffn: 64, experts: 4, top_k: 64, heads: 4, kv_heads: 4}\n",
         ("line 2", "top_k 64", "4 experts"),
     ),
     "bottom": (
-        "workload: dlrm\nmodel: {tables: 3, rows: 9, dim: 8, pooling: 2, batch_per_gpu: 1, dense: 1, bottom: [], top: [1]}\n",
+        "workload: dlrm\nmodel: "
+        "{tables: 3, rows: 9, dim: 8, pooling: 2, batch_per_gpu: 1, dense: 1, bottom: [], "
+        "top: [1]}\n",
         ("line 2", "bottom"),
     ),
     "a control character": (
@@ -132,7 +142,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_cannot_exist_is_refused_where_it_stands(name: str) -> None:
+def test_impossible_values_are_refused_with_their_line(name: str) -> None:
     text, wanted = OWN[name]
     with pytest.raises(InputError) as caught:
         scenario_of(parse_document(text, "file.yaml"))
@@ -143,7 +153,7 @@ def test_what_cannot_exist_is_refused_where_it_stands(name: str) -> None:
 
 @pytest.mark.parametrize("workload", ["train", "serve"])
 @pytest.mark.parametrize("vocab", [3, 50257])
-def test_a_vocabulary_is_padded_to_what_ranks_share(workload: str, vocab: int) -> None:
+def test_vocabulary_is_padded_to_a_multiple_of_ranks(workload: str, vocab: int) -> None:
     model = f"{{layers: 2, hidden: 1024, ffn: 1024, heads: 8, kv_heads: 8, vocab: {vocab}, seq: 3}}"
     found = simulate_all(
         scenario_of(parse_document(f"workload: {workload}\nmodel: {model}\ntp: 8\n", "x"))
@@ -152,7 +162,7 @@ def test_a_vocabulary_is_padded_to_what_ranks_share(workload: str, vocab: int) -
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"{\xff}"])
-def test_files_that_are_no_text_are_named(tmp_path: Path, text: bytes) -> None:
+def test_binary_files_are_refused_by_name(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "odd.json"
     path.write_bytes(text)
     for read in (read_scenario, lambda path: read_cells([path]), holds_cells, read_tables, load_of):

@@ -1,5 +1,5 @@
-"""The simulator's links and collectives: shares, symmetry against an explicit simulation, closed
-forms."""
+"""Links and collectives of the simulator: bandwidth allocation, symmetry against an explicit
+simulation, closed forms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def timed(
 
 
 def explicit(capacities: dict[str, float], flows: list[tuple[float, list[str]]]) -> float:
-    """Every flow by itself over named links."""
+    """Simulate every flow by itself over named links."""
     env = simpy.Environment()
     env.run(
         Links(env, capacities).send(
@@ -60,7 +60,7 @@ def explicit(capacities: dict[str, float], flows: list[tuple[float, list[str]]])
     return float(env.now)
 
 
-def test_shares_are_max_min_fair() -> None:
+def test_bandwidth_is_max_min_fair() -> None:
     flows = [Flow(1.0, {"a": 1.0}), Flow(1.0, {"a": 1.0, "b": 1.0}), Flow(1.0, {"b": 1.0})]
     share(flows, {"a": 10.0, "b": 4.0})
     assert [flow.rate for flow in flows] == [8.0, 2.0, 2.0]
@@ -82,14 +82,14 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link(
     share(flows, capacities)
     used = {link: sum(f.rate for f in flows if link in f.loads) for link in capacities}
     assert all(used[link] <= capacities[link] * (1 + 1e-9) for link in capacities)
-    for flow in flows:  # max-min: it cannot grow without taking from one that has no more than it
+    for flow in flows:  # max-min: it can grow only by taking from a flow that has no more
         full = [link for link in flow.loads if used[link] >= capacities[link] * (1 - 1e-9)]
         assert any(
             flow.rate >= max(f.rate for f in flows if link in f.loads) * (1 - 1e-9) for link in full
         )
 
 
-def test_a_flow_that_ends_leaves_its_share() -> None:
+def test_finished_flow_frees_its_bandwidth() -> None:
     env = simpy.Environment()
     links = Links(env, {"a": 2.0})
     short, long = links.send([Flow(1.0, {"a": 1.0})]), links.send([Flow(3.0, {"a": 1.0})])
@@ -100,7 +100,7 @@ def test_a_flow_that_ends_leaves_its_share() -> None:
 
 
 def test_late_flows_end_too() -> None:
-    """Where the clock is coarser than what a flow has left, it must end all the same."""
+    """A flow ends even if the rest of its time is below the resolution of the clock."""
     env = simpy.Environment(initial_time=1e6)
     links = Links(env, {"a": 3e9, "b": 7e9})
     flows = [
@@ -111,7 +111,7 @@ def test_late_flows_end_too() -> None:
     assert env.now == pytest.approx(1e6) and all(flow.done.triggered for flow in flows)
 
 
-def test_one_rank_stands_for_all_of_a_switch() -> None:
+def test_one_rank_represents_all_of_a_switch() -> None:
     nodes = 6
     cluster = make_cluster("h200", network("fat_tree"), nodes, 1)
     capacities = {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(nodes)}
@@ -122,8 +122,8 @@ def test_one_rank_stands_for_all_of_a_switch() -> None:
 
 
 @pytest.mark.parametrize("dims", [(4, 3), (5,), (2, 4), (3, 3, 2)])
-def test_one_rank_stands_for_all_of_a_torus(dims: tuple[int, ...]) -> None:
-    """Every flow of every rank, routed hop by hop, takes as long as the folded model says."""
+def test_one_rank_represents_all_of_a_torus(dims: tuple[int, ...]) -> None:
+    """Every flow of every rank, routed hop by hop, takes as long as in the folded model."""
     nodes = math.prod(dims)
     cluster = make_cluster("h200", network("torus", dims=dims), nodes, 1)
     places = list(product(*map(range, dims)))
@@ -159,7 +159,7 @@ def test_an_oversubscribed_tree_is_as_slow_as_its_uplinks() -> None:
 
 
 @pytest.mark.parametrize(("leaf", "slower"), [(2, 2.0), (1, 4.0), (4, 1.0)])
-def test_a_ring_crosses_the_uplinks_once_a_leaf(leaf: int, slower: float) -> None:
+def test_ring_crosses_uplinks_once_per_leaf(leaf: int, slower: float) -> None:
     cluster = make_cluster("h200", network("fat_tree", leaf=leaf, oversubscription=4.0), 8, 1)
     capacities = {f"{way}{n}": leaf * 50e9 / 4 for way in ("up", "down") for n in range(8 // leaf)}
     capacities |= {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(8)}
@@ -181,7 +181,7 @@ def test_a_message_takes_the_links_between_its_ranks() -> None:
     tree = view(make_cluster("h200", network("fat_tree", leaf=2, oversubscription=4.0), 8), 1.0)
     assert message(tree, 1.0, 0, 3, 7.0).loads == {"up": 1.0, "down": 1.0}
     assert message(tree, 1.0, 0, 8, 7.0).loads == {"nic_out": 1.0, "nic_in": 1.0}  # in its leaf
-    # of the two nodes of a leaf one sends out of it
+    # one of the two nodes of a leaf sends out of it
     crossing = message(tree, 1.0, 8, 16, 7.0).loads
     assert crossing == {"nic_out": 1.0, "nic_in": 1.0, "leaf_up": 8.0, "leaf_down": 8.0}
     assert message(tree, 1.0, 0, 32, 7.0).loads["leaf_up"] == 16.0
@@ -234,11 +234,11 @@ def test_collectives_inside_a_node_have_their_closed_forms(size: int) -> None:
             assert timed(kind, 1e9, Group(size), cluster, algorithm) == pytest.approx(times * one)
 
 
-def test_a_ring_through_nodes_sends_once_a_node_over_the_nic_and_a_hierarchy_less() -> None:
+def test_ring_across_nodes_uses_the_nic_more_than_a_hierarchy() -> None:
     cluster = make_cluster("h200", network("fat_tree"), 4, 8)
     ring = timed("all_reduce", 1e9, Group(8, 4), cluster, "ring")
-    # of 8 ranks one sends to the next node: its NIC carries the whole ring's flow, but the model
-    # spreads it over the 8 NICs
+    # one of 8 ranks sends to the next node: its NIC carries the flow of the whole ring, but the
+    # model spreads it over the 8 NICs
     assert ring == pytest.approx(2 * 1e9 * 31 / 32 / min(8 * 50e9, 450e9 * 8 / 7))
     hierarchical = timed("all_reduce", 1e9, Group(8, 4), cluster, "hierarchical")
     inside, between = 2 * 1e9 * 7 / 8 / 450e9, 2 * (1e9 / 8) * 3 / 4 / 50e9
@@ -254,13 +254,13 @@ def test_slices_pipeline_through_the_phases() -> None:
     assert longest < cut < 0.75 * whole
 
 
-def test_latency_is_paid_once_a_message_and_grows_with_hops() -> None:
+def test_latency_is_per_message_and_grows_with_hops() -> None:
     assert torus_hops((16, 8), (9, 1)) == {"torus0-": 7.0, "torus1+": 1.0}
     cluster = make_cluster("h200", Network("t", 50e9, 1.0, 1e-6, "torus", dims=(16, 8)), 128, 1)
     assert timed("all_to_all", 128.0, Group(1, 128), cluster) == pytest.approx(12e-6, rel=0.02)
 
 
-def test_both_protocols_and_monotony() -> None:
+def test_both_protocols_are_monotonic() -> None:
     cluster = with_gpus(make_cluster("h200"), 4)
     times = [
         collective_time("all_gather", float(1 << b), Group(4), cluster, C) for b in range(10, 31)
@@ -279,9 +279,9 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         make_cluster("h200", network("torus", dims=(3, 4)), 16)
 
 
-def test_a_symmetric_all_to_all_costs_no_more_than_its_classes() -> None:
-    """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the
-    sum of its sides."""
+def test_symmetric_all_to_all_cost_is_per_class() -> None:
+    """Symmetry: one class of flows on a switch for any number of ranks; on a torus about the sum of
+    its sides."""
     counts = []
     for nodes in (64, 1024):
         switch = make_cluster("h200", network("fat_tree"), nodes, 1)

@@ -1,5 +1,5 @@
-"""Traces that are replayed, and networks that are read: groups and messages where ranks stand,
-dependences kept, or refused."""
+"""Replayed traces and network files: groups and messages by placement of ranks, dependences that
+are kept or refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def replayed(folder: Path, *ranks: list[Node], network: str = "ib-400") -> Timel
 # --- Groups ---
 
 
-def test_groups_are_priced_where_their_ranks_stand(tmp_path: Path) -> None:
+def test_groups_are_priced_by_placement_of_their_ranks(tmp_path: Path) -> None:
     two = make_cluster("h200", nodes=2)
     assert group_on(two, [0, 8]) == Group(1, 2) and group_on(two, range(4)) == Group(4)
     assert group_on(two, range(16)) == Group(8, 2)
@@ -86,7 +86,7 @@ def test_groups_are_priced_where_their_ranks_stand(tmp_path: Path) -> None:
         replayed(tmp_path, [coll(0, [], group="3")])
 
 
-def test_a_step_over_two_nodes_takes_its_gradients_time(tmp_path: Path) -> None:
+def test_step_over_two_nodes_includes_gradient_time(tmp_path: Path) -> None:
     work = training.by_name("llama2-70b", tp=8, global_batch=2)
     scenario = Scenario("train", work, make_cluster("h200", "ib-100", 2))
     found = simulate(scenario, "fused")
@@ -99,7 +99,7 @@ def test_a_step_over_two_nodes_takes_its_gradients_time(tmp_path: Path) -> None:
 # --- Messages ---
 
 
-def test_what_is_received_was_sent(tmp_path: Path) -> None:
+def test_received_messages_were_sent(tmp_path: Path) -> None:
     sender, receiver = (
         [comp(0, []), sent(1, SEND, 0, 1, [0])],
         [sent(0, RECV, 0, 1, []), comp(1, [0])],
@@ -127,8 +127,8 @@ def test_messages_between_nodes_take_the_network(tmp_path: Path) -> None:
         replayed(tmp_path, [], *ranks[:-1])
 
 
-def test_messages_both_ways_are_not_stuck(tmp_path: Path) -> None:
-    """Listed first is what is received; what it is answered to comes later in the file."""
+def test_messages_in_both_directions_do_not_deadlock(tmp_path: Path) -> None:
+    """Receives are listed first; the sends that they answer come later in the file."""
     one = [sent(0, RECV, 1, 0, []), comp(1, [0]), comp(2, []), sent(3, SEND, 0, 1, [2])]
     other = [sent(0, RECV, 0, 1, []), comp(1, [0]), sent(2, SEND, 1, 0, [1])]
     found = replayed(tmp_path, one, other)
@@ -136,7 +136,7 @@ def test_messages_both_ways_are_not_stuck(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx(3e-3 + 2 * wire, rel=1e-6)
 
 
-def test_who_waits_for_a_message_can_send_meanwhile(tmp_path: Path) -> None:
+def test_rank_that_waits_for_a_message_can_send(tmp_path: Path) -> None:
     first = [sent(0, RECV, 1, 0, []), comp(1, []), sent(2, SEND, 0, 2, [1])]
     late, last = (
         [comp(0, [], 10_000), sent(1, SEND, 1, 0, [0])],
@@ -148,7 +148,7 @@ def test_who_waits_for_a_message_can_send_meanwhile(tmp_path: Path) -> None:
     )
 
 
-def test_a_pipeline_has_its_bubble(tmp_path: Path) -> None:
+def test_replayed_pipeline_has_its_bubble(tmp_path: Path) -> None:
     work = training.by_name("llama2-70b", tp=1, pp=8, global_batch=1)
     scenario = Scenario("train", work, make_cluster("h200"))
     found = simulate(scenario, "fused")
@@ -159,7 +159,7 @@ def test_a_pipeline_has_its_bubble(tmp_path: Path) -> None:
 # --- Dependences ---
 
 
-def test_dependences_hold_through_what_is_not_modelled_and_in_any_order(tmp_path: Path) -> None:
+def test_dependences_through_unmodelled_nodes_are_kept(tmp_path: Path) -> None:
     plain = replayed(tmp_path, *[[comp(0, []), coll(1, [0])]] * 2).seconds
     assert plain > 2e-3
     through = replayed(tmp_path, *[[comp(0, []), Node(1, "load", MEM_LOAD, [0]), coll(2, [1])]] * 2)
@@ -180,11 +180,11 @@ def test_dependences_hold_through_what_is_not_modelled_and_in_any_order(tmp_path
             replayed(tmp_path, nodes)
 
 
-# --- What ASTRA-sim reads ---
+# --- Export to ASTRA-sim ---
 
 
-def test_groups_have_numbers_and_an_all_gather_one_ranks_part(tmp_path: Path) -> None:
-    """std::stoi reads names of groups, and its CommunicatorGroup wants them over 0."""
+def test_exported_groups_are_numbered_and_gathers_sized_per_rank(tmp_path: Path) -> None:
+    """std::stoi parses names of groups, and CommunicatorGroup needs numbers above 0."""
     work = training.by_name("llama2-70b", tp=2, global_batch=2, seq=512)
     found = simulate(
         Scenario(
@@ -239,7 +239,7 @@ def test_a_served_replica_has_as_many_npus_as_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("topology", "leaf", "thin"), [("fat_tree", 16, 1), ("fat_tree", 2, 4), ("rail", 16, 1)]
 )
-def test_only_what_leaves_a_leaf_is_thinned(topology: str, leaf: int, thin: int) -> None:
+def test_oversubscription_applies_to_uplinks_only(topology: str, leaf: int, thin: int) -> None:
     over = 4.0 if topology == "fat_tree" else 1.0
     cluster = make_cluster(
         "h200", Network("n", 50e9, 0.9, 5e-6, topology, leaf=leaf, oversubscription=over), 4
@@ -248,21 +248,24 @@ def test_only_what_leaves_a_leaf_is_thinned(topology: str, leaf: int, thin: int)
     assert rates[1] == pytest.approx(45e9 / thin / 2**30, rel=1e-3)
 
 
-# --- What is read from ASTRA-sim ---
+# --- Import from ASTRA-sim ---
 
 
 def read(
     folder: Path, topology: str, counts: str, rates: str, latencies: str, device: str = "h200"
 ) -> Cluster:
-    text = f"topology: [ {topology} ]\nnpus_count: [ {counts} ]\nbandwidth: [ {rates} ]\nlatency: [ {latencies} ]\n"
+    text = (
+        f"topology: [ {topology} ]\nnpus_count: [ {counts} ]\nbandwidth: [ {rates} ]\nlatency: "
+        f"[ {latencies} ]\n"
+    )
     (folder / "n.yml").write_text(text, "utf-8")
     made = make_cluster(device)
     return astra.read_network(folder / "n.yml", made.device, Costs(made.device))
 
 
-def test_a_networks_rates_are_taken(tmp_path: Path) -> None:
-    """A large all-to-all inside the node goes at the file's rate; a mesh has a link of that rate to
-    each peer."""
+def test_network_rates_are_read_from_the_file(tmp_path: Path) -> None:
+    """A large all-to-all within the node runs at the rate of the file. A mesh has a link of that
+    rate to each peer."""
     for kind, links in (("Switch", 1), ("FullyConnected", 3)):
         found = read(tmp_path, kind, "4", "50", "500")
         assert (found.gpus_per_node, found.nodes) == (4, 1)
@@ -300,7 +303,7 @@ def test_a_networks_rates_are_taken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_networks_that_are_not_modelled_are_refused(
+def test_unmodelled_networks_are_refused(
     tmp_path: Path, network: tuple[str, str, str, str], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
@@ -323,7 +326,7 @@ def test_a_network_has_an_npu_for_each_trace(tmp_path: Path) -> None:
     assert isinstance(done.exception, InputError) and "one of both" in str(done.exception)
 
 
-def test_a_replay_says_what_was_not_measured(tmp_path: Path) -> None:
+def test_replay_reports_what_was_not_measured(tmp_path: Path) -> None:
     paths = [str(path) for path in written(tmp_path, [coll(0, [])], [coll(0, [])])]
     assert "transferred" not in CliRunner().invoke(app, ["replay", *paths]).output
     told = (

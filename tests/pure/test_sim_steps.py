@@ -1,5 +1,5 @@
-"""Steps, tiles and exports: what is simulated adds up, uses the kernels' own maps, and comes back
-from its traces."""
+"""Steps, tiles and exports: times add up, the maps are those of the kernels, and traces can be read
+back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
     ("rows", "cols", "depth"),
     [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)],
 )
-def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
+def test_gather_simulates_the_units_of_the_schedule(rows: int, cols: int, depth: int) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
     config = nearest(
         "all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.fits_rows(rows)
@@ -69,7 +69,7 @@ def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, d
     assert all(end <= arrivals + 1e-12 for end in last_waits)
 
 
-def test_slower_links_and_lost_programs_cost_time() -> None:
+def test_slower_links_and_fewer_programs_cost_time() -> None:
     def fused(cluster: Any, m: int = 2048) -> float:
         return Operators(cluster).fused_all_gather_matmul(4, m, 2560, 8192)
 
@@ -84,7 +84,7 @@ def test_slower_links_and_lost_programs_cost_time() -> None:
             memory_rate=FOUR.device.memory_rate / 2,
         ),
     )
-    # many waves: of 2048 rows whole tiles fill three or five
+    # many waves: 2048 rows fill three or five with whole tiles
     assert fused(few, 8192) > 1.6 * fused(FOUR, 8192)
 
 
@@ -97,7 +97,7 @@ def scattered(m: int, n: int, k: int) -> ScatterSchedule:
 
 @pytest.mark.parametrize("combine", ["sum", "sum_and_gather", "one_shot", "keep"])
 @pytest.mark.parametrize("m", [64, 2048])
-def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) -> None:
+def test_scatter_simulates_the_units_of_the_schedule(combine: Any, m: int) -> None:
     schedule = scattered(m, 4096, 2048)
     run = scatter_matmul(schedule, combine, COSTS, FOUR, True, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
@@ -113,7 +113,7 @@ def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) 
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
+def test_copy_engines_copy_chunks_in_the_kernels_order(slices: int) -> None:
     config = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=slices)
     schedule = scatter_schedule_for(
         Problem(4, 1024, 4096, 2048, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132)
@@ -123,7 +123,7 @@ def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
         (event for event in run.events if event.kind == "push"), key=lambda event: event.begin
     )
     assert [event.peer for event in pushes] == [peer for peer in (1, 2, 3) for _ in range(slices)]
-    assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one behind the other"
+    assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one after the other"
     made = {
         peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer)
         for peer in (1, 2, 3)
@@ -149,9 +149,9 @@ def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
         ("keep", 512, 3),
     ],
 )
-def test_a_tile_is_taken_from_one_source_after_the_other(combine: Any, m: int, takes: int) -> None:
-    """Two pieces a tile, one tile a program. The sum takes all sources at once; a result comes from
-    each owner of its rows."""
+def test_tile_reads_one_source_after_the_other(combine: Any, m: int, takes: int) -> None:
+    """Two pieces per tile, one tile per program. The sum reads all sources concurrently; the owner
+    of its rows sends each result."""
     schedule = scattered(m, 1024, 2048)
     assert schedule.num_tiles <= schedule.num_programs and schedule.tile_n == 128
 
@@ -181,11 +181,9 @@ def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
 @pytest.mark.parametrize(
     ("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)]
 )
-def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(
-    combine: Any, copies: int
-) -> None:
+def test_scatter_time_is_bound_by_links_or_matmul(combine: Any, copies: int) -> None:
     schedule = scattered(4096, 4096, 1024)
-    # as if it cost programs nothing
+    # as if it needed no programs
     costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))
 
     def seconds(factor: float) -> float:
@@ -199,7 +197,7 @@ def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_
     assert seconds(100.0) < 2.5 * COSTS.matmul(4096, 4096, 1024)
 
 
-def test_fusing_never_loses_and_the_bound_holds() -> None:
+def test_fused_time_is_between_bound_and_unfused() -> None:
     ops = Operators(FOUR)
     for m in (64, 512, 2048, 8192):
         for found in (
@@ -213,7 +211,7 @@ def test_fusing_never_loses_and_the_bound_holds() -> None:
 # --- Steps ---
 
 
-def test_streams_overlap_and_dependences_hold() -> None:
+def test_streams_overlap_and_dependences_are_kept() -> None:
     step = Step("test")
     step.representative(0, 3, "all", {})
     first = step.add(0, "compute", "a", [part(1.0)])
@@ -227,7 +225,7 @@ def test_streams_overlap_and_dependences_hold() -> None:
     )
 
 
-def test_a_cycle_is_an_error() -> None:
+def test_dependence_cycle_is_an_error() -> None:
     step = Step("test")
     step.representative(0, 1, "all", {})
     step.add(0, "compute", "a", [part(1.0)], [1])
@@ -237,7 +235,7 @@ def test_a_cycle_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("stages", "micro"), [(1, 3), (4, 8), (4, 2), (8, 16)])
-def test_one_f_one_b(stages: int, micro: int) -> None:
+def test_pipeline_order_1f1b(stages: int, micro: int) -> None:
     for stage in range(stages):
         order = list(one_f_one_b(stage, stages, micro))
         assert sorted(order) == sorted((what, m) for what in "FB" for m in range(micro))
@@ -247,16 +245,16 @@ def test_one_f_one_b(stages: int, micro: int) -> None:
         assert max(flying) == min(stages - stage, micro)
 
 
-def test_the_bubble_of_1f1b() -> None:
-    """Idle over busy is (stages - 1) / micro-batches (arXiv 2104.04473), messages and ends of the
-    model aside."""
+def test_pipeline_bubble_of_1f1b() -> None:
+    """Idle time over busy time is (stages - 1) / micro-batches (arXiv 2104.04473), apart from
+    messages and the ends of the model."""
     work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=16, overlap_gradients=True)
     found = simulate(Scenario("train", work, make_cluster("h200", nodes=4)), "unfused")
     assert found.phases()["idle"] / found.seconds == pytest.approx(3 / (16 + 3), rel=0.25)
 
 
 @pytest.mark.parametrize("kind", ["train", "serve", "moe", "dlrm"])
-def test_phases_add_up(kind: str) -> None:
+def test_phase_times_add_up(kind: str) -> None:
     scenario = scenarios()[kind]
     for mode in ("unfused", "fused", "bound"):
         found = simulate(scenario, mode)  # type: ignore[arg-type]
@@ -274,9 +272,9 @@ def scenarios() -> dict[str, Scenario]:
     }
 
 
-def test_tables_that_are_cut_are_all_there() -> None:
-    """26 tables: on 24 ranks the busiest has two, on 32 two halves; the work of all ranks is never
-    less than the tables'."""
+def test_split_tables_keep_all_their_work() -> None:
+    """26 tables: on 24 ranks the busiest one has two, on 32 two halves. The work of all ranks is
+    never less than that of the tables."""
     work, seconds = dlrm.by_name("dlrm-v2"), {}
     for nodes in (3, 4, 5, 7, 16):
         cluster = make_cluster("h200", nodes=nodes)
@@ -298,7 +296,7 @@ def test_tables_that_are_cut_are_all_there() -> None:
             )
 
 
-def test_pipelines_run_on_tori_and_wait_for_uplinks() -> None:
+def test_pipelines_run_on_tori_and_through_uplinks() -> None:
     work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=4)
 
     def seconds(topology: Any, **fields: Any) -> float:
@@ -327,7 +325,7 @@ def test_sensitivity_moves_the_right_way() -> None:
     )
 
 
-def test_advice_ranks_what_fits() -> None:
+def test_advice_ranks_layouts_that_fit() -> None:
     found = advise(Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200")))
     assert [one.fits for one in found.candidates] == sorted(
         (one.fits for one in found.candidates), reverse=True
@@ -351,7 +349,7 @@ def test_operators_are_fused_one_by_one() -> None:
 # --- Speed ---
 
 
-def test_large_clusters_are_quick() -> None:
+def test_large_clusters_are_simulated_quickly() -> None:
     started = time.perf_counter()
     simulate_all(
         Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", "torus-400", nodes=128))
@@ -364,7 +362,7 @@ def test_large_clusters_are_quick() -> None:
 
 
 def test_symmetric_work_does_not_grow_with_ranks() -> None:
-    """Data parallel peers are replicas: eight times the ranks, the same tasks."""
+    """Data-parallel peers are replicas: eight times as many ranks, the same tasks."""
     counts = []
     for nodes in (8, 64):
         work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=2 * nodes)
@@ -382,7 +380,7 @@ def test_symmetric_work_does_not_grow_with_ranks() -> None:
 
 
 def bare_fields(data: bytes) -> list[tuple[int, Any]]:
-    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares nothing
+    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares no code
     with the writer."""
     found, at = [], 0
 
@@ -431,7 +429,7 @@ def test_traces_have_the_schemas_field_numbers() -> None:
     ]
 
 
-def test_traces_come_back(tmp_path: Path) -> None:
+def test_traces_are_read_back(tmp_path: Path) -> None:
     work = training.by_name("llama2-70b", tp=2, pp=2, global_batch=4, seq=512)
     scenario = Scenario(
         "train",
@@ -469,7 +467,7 @@ def test_traces_come_back(tmp_path: Path) -> None:
     assert 0.9 * found.seconds < again.seconds < 1.5 * found.seconds  # each slice pays a latency
 
 
-def test_a_broken_trace_is_named(tmp_path: Path) -> None:
+def test_broken_trace_is_refused_by_name(tmp_path: Path) -> None:
     for data in (b"", b"\xff\xff", b"not a trace at all"):
         with pytest.raises(InputError, match=r"x\.et.*allowed: a Chakra"):
             chakra.read_trace(data, "x.et")
@@ -494,6 +492,6 @@ def test_perfetto_rows_are_complete() -> None:
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(found.seconds * 1e6)
 
 
-def test_the_calibration_says_what_it_rests_on() -> None:
+def test_calibration_names_its_sources() -> None:
     used = load_calibration()
     assert len(used.fitted_on) > 50 and set(used.not_fitted) >= {"attention"}

@@ -1,5 +1,5 @@
-"""Trust: the bars that the shipped calibration must hold on measured cells, and that fitting never
-sees what is held out."""
+"""Accuracy of the packaged calibration on measured cells, and fitting without the held-out
+cells."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 TIMES = packaged_cells("h200")
 CELLS, UNSTEADY = merge_runs(TIMES)
-RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
-UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
+RECORDED_OVER = 0  # held-out cells with errors above 20 %, as listed in docs/simulator.md
+UNMODELLED = {  # as stated in docs/simulator.md: these were measured with older kernels
     (op, "prototype")
     for op in (
         "matmul_reduce_scatter",
@@ -38,9 +38,10 @@ UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels
 }
 
 
-def test_the_shipped_calibration_holds_the_bar() -> None:
-    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind; at most 20 % in
-    each cell: how many have more is recorded here and in docs/simulator.md."""
+def test_shipped_calibration_meets_its_accuracy_limits() -> None:
+    """The geometric mean of held-out errors is at most 8 %, of all cells and of each kind. The
+    limit per cell is 20 %: the number of cells above it is recorded here and in
+    docs/simulator.md."""
     judged, unknown = judge(CELLS)
     assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), (
         "a measured cell that no model covers"
@@ -63,9 +64,9 @@ def test_the_shipped_calibration_holds_the_bar() -> None:
     assert recorded in text, f"docs/simulator.md does not say: {recorded}"
 
 
-def test_another_device_is_predicted_by_its_data_sheet() -> None:
-    """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as
-    docs/simulator.md has them."""
+def test_another_device_is_predicted_from_its_data_sheet() -> None:
+    """Two H100, which no fit has seen, predicted by the fractions of peak of the H200; figures as
+    in docs/simulator.md."""
     cells, _ = merge_runs(packaged_cells("h100"))
     judged, unknown = judge(cells, device="h100")
     whole = [one for one in judged if one.side in ("fit", "held out")]
@@ -83,7 +84,7 @@ def test_another_device_is_predicted_by_its_data_sheet() -> None:
 
 @pytest.mark.parametrize("device", devices())
 def test_packaged_cells_are_those_of_the_results(device: str) -> None:
-    """Of the results that are still kept as files."""
+    """Only of results that are still kept as files."""
     packaged: dict[str, list[Cell]] = {}
     for cell in packaged_cells(device):
         packaged.setdefault(cell.source, []).append(cell)
@@ -103,7 +104,7 @@ def test_packaged_cells_are_those_of_the_results(device: str) -> None:
         ]
 
 
-def test_a_package_file_takes_new_runs_and_replaces_old_ones(tmp_path: Path) -> None:
+def test_packaged_cells_are_updated_by_new_runs(tmp_path: Path) -> None:
     config = {
         "kernel": "hopper",
         "transport": "sm",
@@ -146,7 +147,7 @@ def test_a_device_without_cells_is_refused() -> None:
         packaged_cells("a100")
 
 
-def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
+def test_held_out_cells_are_chosen_by_shape_alone() -> None:
     sides = {cell.key: cell.held_out for cell in CELLS if not cell.primitive}
     assert 0.35 < sum(sides.values()) / len(sides) < 0.65
     for cell in CELLS:
@@ -154,7 +155,7 @@ def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
         assert replace(cell, seconds=cell.seconds * 9).held_out == cell.held_out
 
 
-def test_a_quantity_counts_once_with_the_median_of_its_runs() -> None:
+def test_repeated_runs_count_once_by_their_median() -> None:
     kept = [cell for cell in map(alone, TIMES) if unsteadiness(cell) <= STEADY]
     assert sum(cell.runs for cell in CELLS) == len(kept) and len(
         {quantity_of(cell) for cell in CELLS}
@@ -168,23 +169,21 @@ def test_a_quantity_counts_once_with_the_median_of_its_runs() -> None:
     assert merge_runs([cell, replace(cell, graph=not cell.graph)])[0][1].runs == 1
 
 
-def test_unsteady_times_are_left_out_by_their_repeats_alone() -> None:
-    """Whatever the time is, and on whichever side the cell is."""
+def test_unsteady_times_are_left_out_by_their_repeats() -> None:
+    """Independent of the time and of the side of the cell."""
     for held_out in (True, False):
         cell = next(
             cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused"
         )
         late = replace(cell, repeats=(1.0, 1.0, 1.0, 1.2, 1.2))
-        assert (
-            merge_runs([late]) == ([], [late]) and merge_runs([replace(late, seconds=9.0)])[0] == []
-        )
-        # one that is late is what a median is for
+        assert merge_runs([late]) == ([], [late]) and merge_runs([replace(late, seconds=9.0)])[0] == []
+        # a median is robust against one late run
         once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))
         assert len(merge_runs([once])[0]) == 1
     assert UNSTEADY and all(unsteadiness(cell) > STEADY for cell in UNSTEADY)
 
 
-def test_collectives_alone_are_one_quantity_whatever_they_were_measured_for() -> None:
+def test_bare_collectives_are_one_quantity() -> None:
     of_matmul = Cell("x", "all_gather_matmul", "comm", 4, (512, 28672, 8192), True, 1e-4)
     by_bytes = Cell("y", "all_gather", "comm", 4, (8388608,), True, 2e-4)
     assert [(c.key, c.seconds, c.runs) for c in merge_runs([of_matmul, by_bytes])[0]] == [
@@ -192,14 +191,14 @@ def test_collectives_alone_are_one_quantity_whatever_they_were_measured_for() ->
     ]
 
 
-def test_nothing_that_is_held_out_was_fitted() -> None:
+def test_held_out_cells_are_not_fitted() -> None:
     held = {str(cell) for cell in CELLS if cell.held_out or not cell.in_domain}
     assert held and not held & set(load_calibration().fitted_on)
 
 
-def test_fitting_does_not_see_what_is_held_out() -> None:
-    """The same coefficients when every held-out time is wrong tenfold; others when a fitted one
-    is."""
+def test_fit_does_not_depend_on_held_out_cells() -> None:
+    """The coefficients are equal when every held-out time is wrong by ten, and differ when a fitted
+    one is."""
     some = [
         cell
         for cell in CELLS
@@ -214,7 +213,7 @@ def test_fitting_does_not_see_what_is_held_out() -> None:
     assert fit(moved).coefficients != right
 
 
-def test_a_missing_measurement_is_said() -> None:
+def test_missing_measurement_is_reported() -> None:
     some = [cell for cell in CELLS if cell.quantity == "concat"]
     found = fit(some)
     assert "stream" not in found.not_fitted and "corun" in found.not_fitted
@@ -229,7 +228,7 @@ def test_nelder_mead_finds_a_minimum() -> None:
     assert found == pytest.approx([1.0, -1.0], abs=1e-3)
 
 
-def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
+def test_cells_are_extended_by_any_bench_result(tmp_path: Path) -> None:
     times = {
         "tileweave": {"median_us": 10.0},
         "gemm": {"median_us": 8.0},
@@ -253,7 +252,7 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8"
     )
-    # what fell back is no measurement of a fused kernel
+    # a fallback is no measurement of a fused kernel
     assert [c.quantity for c in read_cells([path])] == ["compute"]
     path.write_text("{", "utf-8")
     with pytest.raises(InputError, match="line 1"):
@@ -263,8 +262,8 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
         read_cells([path])
 
 
-def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> None:
-    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where
+def test_components_name_the_measured_kernel(tmp_path: Path) -> None:
+    """A kernel that bypasses the planner is predicted as before. Repeated matmuls are slower, where
     it multiplies."""
     config = {
         "kernel": "hopper",
@@ -302,7 +301,7 @@ def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> Non
     ) == quantity_of(again[0])
 
 
-def test_repeated_measurements_bound_what_can_be_asked() -> None:
+def test_repeated_measurements_bound_the_accuracy() -> None:
     pairs, mean, worst = repeatability(TIMES)
     assert pairs > 20 and 0.01 < mean < 0.10 < worst
 
@@ -316,8 +315,8 @@ def test_unaligned_shapes_are_not_claimed() -> None:
 
 
 def test_published_trends() -> None:
-    """With more rows more hides; a worse link leaves more to hide; decode on eight H800 gains
-    nothing like prefill."""
+    """More rows hide more communication, and a slower link leaves more to hide. Decode on eight
+    H800 gains far less than prefill."""
     found = {row.what: row for row in published()}
     assert found["h800, m 1024 to 8192"].ours_mean > found["h800, m 64 to 512"].ours_mean
     assert found["a100, m 1024 to 8192"].ours_high > 0.3
@@ -332,13 +331,13 @@ def test_simgrid_agrees() -> None:
         assert abs(row.error) <= 0.10, row
 
 
-def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_simgrid_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crosscheck, "interpreter", lambda: None)
     with pytest.raises(UnsupportedError, match="apt install python3-simgrid"):
         crosscheck.compare(8)
 
 
-def test_what_simgrid_gets_is_every_flow() -> None:
+def test_simgrid_gets_every_flow() -> None:
     (flows,) = crosscheck.rounds_of("all_to_all", 8, 800.0)
     assert len(flows) == 56 and {size for _, _, size in flows} == {100.0}
     assert len(crosscheck.rounds_of("all_reduce", 8, 800.0)) == 14
@@ -376,7 +375,7 @@ def test_the_command_writes_everything(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "command", [["serve", "llama3-70b"], ["moe", "mixtral-8x7b", "--gpus", "8"], ["machines"]]
 )
-def test_other_commands(command: list[str]) -> None:
+def test_simulate_subcommands(command: list[str]) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and ("unfused" in done.output or "mi300x" in done.output)
 
@@ -385,7 +384,7 @@ def test_the_command_names_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("workload: serve\nmodel: llama3-70b\nbatch: many\n", "utf-8")
     done = CliRunner().invoke(app, ["run", str(path)])
-    assert isinstance(done.exception, InputError)  # which the entry point prints as one line
+    assert isinstance(done.exception, InputError)  # the entry point prints these in one line
     assert "bad.yaml, line 3, field batch: asked: 'many'; allowed: a whole number from 1" in str(
         done.exception
     )

@@ -1,6 +1,5 @@
-"""``tests/support/tolerances.py`` lets nothing pass that ``torch.testing.assert_close`` does not,
-and refuses nothing that it does; in norms, nothing passes that is farther off than it may be.
-"""
+"""``tests/support/tolerances.py`` accepts what ``torch.testing.assert_close`` accepts, and nothing
+else. Norms accept nothing above their tolerance."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def close(got: torch.Tensor, want: torch.Tensor, relative: float, absolute: floa
     return True
 
 
-def test_values_pass_as_with_torch() -> None:
+def test_values_pass_as_with_torch_assert_close() -> None:
     verdicts = set()
     for one, other, limits in itertools.product(VALUES, VALUES, LIMITS):
         got, want = (torch.tensor([[2.0, value]], dtype=torch.float64) for value in (one, other))
@@ -55,7 +54,7 @@ def test_values_pass_as_with_torch() -> None:
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device}",
 )
-def test_tensors_have_to_be_alike(got: torch.Tensor, want: torch.Tensor) -> None:
+def test_different_tensors_are_refused(got: torch.Tensor, want: torch.Tensor) -> None:
     assert near(got, want, 1e-5, 1e-5) == close(got, want, 1e-5, 1e-5)
 
 
@@ -80,7 +79,7 @@ def test_the_worst_element_is_shown(odd: float, text: str) -> None:
     ],
     ids=["far", "NaN", "shape", "none"],
 )
-def test_norms_are_relative_to_what_is_expected(got: torch.Tensor | None, text: str) -> None:
+def test_norms_are_relative_to_the_expected_value(got: torch.Tensor | None, text: str) -> None:
     want = torch.tensor([3.0, 4.0])
     for near_enough in (torch.tensor([3.0, 4.04]), want.double()):
         assert_norm_near(near_enough, want, 1e-2, "it")

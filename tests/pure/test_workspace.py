@@ -1,5 +1,4 @@
-"""Workspaces over a transport that only notes what is asked of it: growth, capture, time-outs,
-close."""
+"""Workspaces over a transport that records calls: growth, capture, timeouts, close."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ OP = "all_gather_matmul"
 
 
 class NotingTransport:
-    """One rank of ``world_size`` whose peers are never there; ``events`` is what it was asked to
-    do, in order."""
+    """One rank of ``world_size`` whose peers are absent. ``events`` are the calls it got, in
+    order."""
 
     def __init__(self, world_size: int = 4, rank: int = 1) -> None:
         self.device, self.machine = torch.device("cpu"), CPU
@@ -98,7 +97,7 @@ def instance(transport: NotingTransport) -> Instance:
 
 
 def time_out(instance: Instance, signal: int, unit: int = 5) -> None:
-    """What a device leaves behind when a wait ran out of time."""
+    """What a device writes when a wait times out."""
     instance.report[REPORT_SIGNAL], instance.report[REPORT_UNIT] = signal, unit
     instance.report[REPORT_EXPECTED], instance.report[REPORT_SEEN] = 9, 8
     instance.report[REPORT_SET] = 1
@@ -108,7 +107,7 @@ def time_out(instance: Instance, signal: int, unit: int = 5) -> None:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_a_new_instance(size: int) -> None:
+def test_new_instance(size: int) -> None:
     transport = NotingTransport(size, rank=size - 1)
     instance = Instance(OP, transport)
     assert instance.signals.numel() >= size * MAX_SLICES + size + 1, (
@@ -126,7 +125,7 @@ def test_a_new_instance(size: int) -> None:
 # --- Growth ---
 
 
-def test_growth_waits_for_everybody_before_memory_goes(
+def test_growth_waits_for_all_ranks_before_freeing(
     instance: Instance, transport: NotingTransport
 ) -> None:
     instance.reserve(5000)
@@ -137,7 +136,7 @@ def test_growth_waits_for_everybody_before_memory_goes(
     assert instance.slot_table.tolist() == list(instance.slot_addresses)
 
 
-def test_what_fits_asks_for_nothing(instance: Instance, transport: NotingTransport) -> None:
+def test_call_that_fits_allocates_nothing(instance: Instance, transport: NotingTransport) -> None:
     instance.reserve(5000, counters=7)
     slots = instance.slots.data_ptr()
     transport.events.clear()
@@ -147,7 +146,7 @@ def test_what_fits_asks_for_nothing(instance: Instance, transport: NotingTranspo
     assert instance.slots.data_ptr() == slots
 
 
-def test_growth_forgets_views_of_the_old_memory(instance: Instance) -> None:
+def test_growth_drops_views_of_the_old_memory(instance: Instance) -> None:
     instance.reserve(1000)
     instance.cache["a view"] = instance.slots
     instance.reserve(100_000)
@@ -165,7 +164,7 @@ def test_counters_are_zero_and_grow_alone(instance: Instance, transport: NotingT
 
 
 def test_endpoints_follow_growth_of_counters(instance: Instance) -> None:
-    """The pointers that a kernel gets are kept between calls: they must not be those of the small
+    """The pointers of a kernel are kept between calls: they must not be those of the small
     counters."""
     from tileweave.ops.core.registry import endpoint
 
@@ -185,7 +184,7 @@ def test_at_most_two_gathered_inputs(size: int) -> None:
             instance.reserve(schedule.slot_rows * depth * itemsize)
             gathered = size * rows * depth * itemsize
             signals = (instance.signals.numel() + instance.flags.numel()) * 4
-            limit = 2 * gathered + signals + 2 * 1023  # the last: slots are rounded up
+            limit = 2 * gathered + signals + 2 * 1023  # the last one: slots are rounded up
             assert instance.nbytes <= limit, f"{instance.nbytes} bytes for {gathered} gathered"
             assert signals < 8192
 
@@ -217,8 +216,8 @@ def test_a_first_call_under_capture_names_warmup(transport: NotingTransport) -> 
     workspace.instance(OP, "sm")
 
 
-def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTransport) -> None:
-    """A replay reads and writes where it was captured: growth must not give that memory away."""
+def test_memory_of_a_captured_graph_is_kept(instance: Instance, transport: NotingTransport) -> None:
+    """A replay reads and writes the memory of its capture, which growth must not free."""
     instance.reserve(1000, counters=4)
     transport.is_capturing = True
     instance.begin()
@@ -238,10 +237,11 @@ def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTranspor
     assert not instance.cache
 
 
-def test_what_no_graph_has_seen_is_let_go(
+def test_memory_without_a_graph_is_freed(
     instance: Instance, transport: NotingTransport, monkeypatch
 ) -> None:
-    """Who captured once, and serves ever new sizes, holds what that graph needs and no more."""
+    """A rank that captured once, and serves ever new sizes, holds the memory of that graph and no
+    more."""
     monkeypatch.setattr(workspace, "MOST_KEPT", 4)
     instance.reserve(1000, counters=4)
     transport.is_capturing = True
@@ -260,7 +260,7 @@ def test_what_no_graph_has_seen_is_let_go(
     assert len(instance.cache) <= 4
 
 
-def test_calls_of_ever_new_sizes_are_forgotten(
+def test_cached_calls_are_bounded(
     instance: Instance, transport: NotingTransport, monkeypatch
 ) -> None:
     monkeypatch.setattr(workspace, "MOST_KEPT", 4)
@@ -278,7 +278,7 @@ def test_calls_of_ever_new_sizes_are_forgotten(
     for size in range(4):
         instance.keep(size, object())
     assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, (
-        "a graph may read what stands there"
+        "a graph may read this memory"
     )
     accepted = workspace.BoundedCache()
     for size in range(9):
@@ -304,7 +304,7 @@ def test_a_captured_call_is_remembered(instance: Instance, transport: NotingTran
 @pytest.mark.parametrize(
     ("text", "seconds"), [("5", 5.0), ("0.25", 0.25), ("2000", 2000.0), ("1e1", 10.0)]
 )
-def test_time_outs_that_can_be(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+def test_valid_timeouts(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
     assert timeout_seconds() == seconds
     instance = Instance(OP, NotingTransport())
@@ -313,11 +313,11 @@ def test_time_outs_that_can_be(monkeypatch: pytest.MonkeyPatch, text: str, secon
     assert limits[1:] == [min(int(limits[0] * times), 2**31 - 1) for times in (1.125, 2)], (
         "their data, and own copies, longer"
     )
-    assert limits[1] > 1.05 * limits[0], "who waits for what they send runs out later"
+    assert limits[1] > 1.05 * limits[0], "a wait for data times out later than one for a meeting"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "2000.5", "1 minute"])
-def test_time_outs_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_timeouts_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
     with pytest.raises(
         tw.InputError, match=r"asked: TILEWEAVE_TIMEOUT=.*allowed: .*2000.*remedy: "
@@ -325,13 +325,13 @@ def test_time_outs_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) ->
         timeout_seconds()
 
 
-def test_the_default_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEWEAVE_TIMEOUT", raising=False)
     assert timeout_seconds() == 30.0
 
 
 @pytest.mark.parametrize("peer", [0, 2, 3])
-def test_a_time_out_names_the_peer_of_the_signal(instance: Instance, peer: int) -> None:
+def test_timeout_names_the_peer_of_the_signal(instance: Instance, peer: int) -> None:
     barrier = instance.world_size * MAX_SLICES
     for signal, unit in (
         (peer * MAX_SLICES, 5),
@@ -346,7 +346,7 @@ def test_a_time_out_names_the_peer_of_the_signal(instance: Instance, peer: int) 
         assert (error.expected, error.seen) == (9, 8)
 
 
-def test_a_time_out_stays_until_close(transport: NotingTransport) -> None:
+def test_timeout_is_kept_until_close(transport: NotingTransport) -> None:
     registry = Registry()
     workspace = registry.get("a group", transport.device, lambda: transport)
     time_out(workspace.instance(OP, "sm"), 0)
@@ -362,7 +362,7 @@ def test_a_time_out_stays_until_close(transport: NotingTransport) -> None:
 # --- Registry ---
 
 
-def test_one_workspace_for_a_group_and_device() -> None:
+def test_one_workspace_per_group_and_device() -> None:
     made: list[NotingTransport] = []
 
     def make() -> NotingTransport:
@@ -393,4 +393,6 @@ def test_close_one_group_or_all() -> None:
     for transport in made.values():
         assert transport.events.count("close") == 1
         ends = transport.events[transport.events.index("synchronize") :]
-        assert ends == ["synchronize", "close"], "work ends before memory goes, and nobody is asked"
+        assert ends == ["synchronize", "close"], (
+            "work ends before memory is freed, without asking peers"
+        )

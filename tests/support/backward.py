@@ -1,5 +1,5 @@
-"""Bodies of the tests that CPU and GPU worlds share: gradients of matmul operators against fp64,
-what backward sends."""
+"""Shared by CPU and GPU tests: gradients of matmul operators against fp64, and what backward
+sends."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def draw_leaves(case: Case, rank: int, size: int, device: torch.device, wanted: 
 def coefficients(
     case: Case, rank: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights of each element of the results in this rank's loss: the same on every rank where
-    results are."""
-    rows, who = case.out_rows(size), 0 if case.op == AR else rank
-    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, who)
+    """Weights of each element of the results in the loss of this rank. Ranks have equal weights
+    where they have equal results."""
+    rows, seed_rank = case.out_rows(size), 0 if case.op == AR else rank
+    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, seed_rank)
     width = case.depth if case.gathered else case.cols
     return c, draw(
-        (rows, width), case, 1.0, device, 99, who
+        (rows, width), case, 1.0, device, 99, seed_rank
     ) if case.gathered or case.norm else None
 
 
 def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -> Operands:
-    """One process does what all ranks do together, in fp64. A replicated tensor is one leaf, a
-    replicated loss one term."""
+    """One process computes in fp64 what all ranks do together. A replicated tensor is one leaf, and
+    a replicated loss is one term."""
     everyone = [draw_operands(case, r, size, device, 77) for r in range(size)]
     for operands in everyone:
         for name in operands.names():
@@ -112,8 +112,8 @@ def weighted_sum(
     c: torch.Tensor,
     d: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A loss in which every element of y, and of the second result if ``d`` is given, has a weight
-    of its own."""
+    """A loss in which every element of y has its own weight, and of the second result if ``d`` is
+    given."""
     if d is None:
         return (getattr(tw, op)(x, w, bias, **options) * c).sum()
     if op == AG:
@@ -124,7 +124,7 @@ def weighted_sum(
 
 
 def gradients_through_one_result(me: Member, case: Case) -> None:
-    """A loss that uses one of two results: the other one's gradient is not there, and nothing is
+    """A loss that uses one of two results. The gradient of the other one is None, and nothing is
     sent for it."""
     for which in (0, 1):
         leaves = draw_leaves(case, me.rank, me.world_size, me.device, "xwbrn")
@@ -151,9 +151,9 @@ def gradients_through_one_result(me: Member, case: Case) -> None:
         )
 
 
-def what_backward_sends(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
-    """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside
-    the weight."""
+def backward_collectives(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
+    """Collectives that backward calls, by name, and the number of elements that it keeps. ``limit``
+    does not count the weight."""
     names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
     sent: dict[str, int] = {}
     under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two

@@ -1,5 +1,4 @@
-"""Bodies of the tests that CPU and GPU worlds share: what a user of the operator relies on beside
-its numbers."""
+"""Shared by CPU and GPU tests: what users of an operator rely on besides its numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ from tileweave.transport.workspace import REGISTRY
 def invoke(
     case: Case, operands: Operands, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The public function with these operands: its result, and the second where there is one."""
+    """Call the public function with these operands. Return its result, and the second one if there
+    is one."""
     if case.gathered:
         options["return_gathered"] = True
     result = getattr(tw, case.op)(
@@ -54,14 +54,14 @@ def invoke(
 
 
 def results_of(call: Call) -> dict[str, torch.Tensor]:
-    """The call's own memory as keywords."""
+    """Memory for the results of the call, as keyword arguments."""
     return (
         {"out": call.out} if call.second is None else {"out": call.out, "residual_out": call.second}
     )
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """The operator by its own plan, with every way to ask for results."""
+    """The operator with its own plan, and with each way to ask for results."""
     for number, case in enumerate(cases):
         into = prepare(replace(case, gathered=False), me.rank, me.world_size, me.device, number)
         plan = tw.explain(case.op, into.x, into.w, **case.options())
@@ -89,9 +89,9 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
             )
 
 
-def the_same_bits(me: Member, case: Case) -> None:
-    """Twice the same call: bit-equal on this rank, and what is replicated bit-equal on all
-    ranks."""
+def same_bits_twice(me: Member, case: Case) -> None:
+    """Make the same call twice: results are bit-equal on this rank, and replicated results are
+    bit-equal on all ranks."""
     operands = draw_operands(case, me.rank, me.world_size, me.device, 8)
     first, second = invoke(case, operands)
     for _ in range(3):
@@ -108,7 +108,7 @@ def the_same_bits(me: Member, case: Case) -> None:
 
 
 def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> None:
-    """A group by object, and by name."""
+    """Pass the group as an object and by name."""
     group = me.group(*members)
     if group is not None:
         call = prepare(case, dist.get_rank(group), len(members), me.device, 5)
@@ -119,7 +119,7 @@ def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> No
 
 
 def many_dimensions(me: Member, case: Case) -> None:
-    """x [m, a, b, K] gives y [..., a, b, n]; dimension 0 is gathered, scattered, or as it was."""
+    """x [m, a, b, K] gives y [..., a, b, n]. Dimension 0 is gathered, scattered or unchanged."""
     call = prepare(case, me.rank, me.world_size, me.device, 3)
     size, x_rows = me.world_size, case.x_rows(me.world_size)
     for split in ((2, 3), (2,), (1,), (1, 2, 1)):
@@ -163,8 +163,8 @@ def empty_dimensions(
 
 
 def close_frees_at_once(me: Member, case: Case) -> None:
-    """Nothing is left to the garbage collector: it may run while a graph is captured, which torch
-    does not survive."""
+    """Nothing is left to the garbage collector. It may run while a graph is captured, which fails
+    in torch."""
     call = prepare(case, me.rank, me.world_size, me.device, 8)
     call.verify("before", tw.all_gather_matmul(call.x, call.w, call.bias))
     workspace = REGISTRY.find(name_of(None), me.device)
@@ -183,8 +183,8 @@ def close_frees_at_once(me: Member, case: Case) -> None:
 
 
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
-    """Rows of w need not follow each other, a slice of a fused weight works without a copy; nor
-    need lines run along K."""
+    """Rows of w need not be adjacent: a slice of a fused weight works without a copy. w may also be
+    contiguous along its other dimension."""
     call = prepare(case, me.rank, me.world_size, me.device, 4)
     cols, depth = call.w.shape
     wide = torch.full((cols, depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
@@ -206,15 +206,15 @@ def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
 # --- Bad input ---
 
 
-def refused(
+def check_refusal(
     me: Member,
     op: str,
     shapes: dict[str, tuple[int, ...] | None],
     pattern: str,
     options: dict[str, int] | None = None,
 ) -> None:
-    """One rank calls with zeros of these shapes, the others do not: nothing may be sent before the
-    error is found."""
+    """One rank calls with zeros of these shapes, and the others do not call. The error must be
+    found before anything is sent."""
     if me.rank == me.world_size - 1:
         tensors = {
             name: None if shape is None else torch.zeros(shape, device=me.device)
@@ -225,10 +225,10 @@ def refused(
         text = str(caught.value)
         parts = [text.index(part) for part in ("asked: ", "allowed: ", "remedy: ")]
         assert parts == sorted(parts), text
-    tw.close()  # peers would be told that this rank was refused
+    tw.close()  # else peers would learn that this rank refused its call
 
 
-def refused_alias(
+def check_alias_is_refused(
     me: Member,
     op: str,
     x: tuple[int, ...],
@@ -236,7 +236,7 @@ def refused_alias(
     out: tuple[int, ...],
     options: dict[str, int] | None = None,
 ) -> None:
-    """A result in the storage of an input."""
+    """A result that shares the storage of an input."""
     if me.rank == me.world_size - 1:
         memory = torch.zeros(1024, device=me.device)
         inputs = [memory[: torch.Size(shape).numel()].view(shape) for shape in (x, w)]
@@ -249,8 +249,8 @@ def refused_alias(
     tw.close()
 
 
-def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
-    """With TILEWEAVE_DEBUG=1 rank 1 passes another weight: what every rank is told."""
+def mismatch_error(me: Member, op: str, options: dict[str, int] | None = None) -> str:
+    """With TILEWEAVE_DEBUG=1, rank 1 passes another weight. Check the error of every rank."""
     x, w = (
         torch.zeros(n, 64, device=me.device)
         for n in (4 * me.world_size, 33 if me.rank == 1 else 32)
@@ -267,7 +267,8 @@ def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
 
 
 def opcheck(me: Member, case: Case) -> None:
-    """torch's own checks: schema, fake, autograd registration, tracing with symbolic shapes."""
+    """Run torch.library.opcheck: schema, fake, autograd registration and tracing with symbolic
+    shapes."""
     op, name = getattr(torch.ops.tileweave, case.op), name_of(None)
     operands = draw_operands(case, me.rank, me.world_size, me.device, 77)
     x, w, bias, residual, norm_weight = (
@@ -303,7 +304,8 @@ def opcheck(me: Member, case: Case) -> None:
 
 
 def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
-    """fullgraph, with rows that change from call to call: torch makes them symbolic."""
+    """Compile with fullgraph and a number of rows that changes from call to call: torch makes it
+    symbolic."""
     torch._dynamo.reset()
     operator = getattr(tw, case.op)
     function = torch.compile(
@@ -324,8 +326,9 @@ def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
 
 
 def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
-    """The module against torch.nn.Linear over the whole weight: outputs, gradients, state_dict."""
-    # for outputs, too: the weights were rounded to the dtype, the whole ones were not
+    """Compare the module with torch.nn.Linear over the whole weight: outputs, gradients,
+    state_dict."""
+    # for outputs, too: the weights were rounded to the dtype, those of the whole layer were not
     limit = GRADIENT_ERROR[case.dtype]
     features = case.cols * me.world_size
     whole = _whole_linear(me, case.depth, features, case.bias)
@@ -341,7 +344,7 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     y = part(x)
     assert_norm_near(y, y_whole[:, mine], limit, f"rank {me.rank}: output")
     y_whole.square().mean().backward()
-    # the mean over all columns is the mean of the ranks' means
+    # the mean over all columns is the mean of the means of all ranks
     (y.float().square().mean() / me.world_size).backward()
     assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
     for name, parameter in part.named_parameters():
@@ -354,8 +357,8 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
 
 
 def row_parallel_linear(me: Member, case: Case) -> None:
-    """The module against torch.nn.Linear over the whole weight, scattering rows (RS) or not
-    (AR)."""
+    """Compare the module with torch.nn.Linear over the whole weight, with scattered rows (RS) or
+    without (AR)."""
     limit = GRADIENT_ERROR[case.dtype]
     size, features = me.world_size, case.depth * me.world_size
     whole = _whole_linear(me, features, case.cols, case.bias)
@@ -394,7 +397,8 @@ def _rounded(linear: torch.nn.Linear, case: Case) -> torch.nn.Linear:
 
 
 def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
-    """A state_dict of a Linear's names, with these values; loading it again changes nothing."""
+    """A state_dict with the names of a Linear and these values. Loading it again changes
+    nothing."""
     state = {name: tensor.clone() for name, tensor in part.state_dict().items()}
     assert state.keys() == want.keys()
     assert all(torch.equal(state[name], want[name]) for name in want)
@@ -406,8 +410,8 @@ def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
 
 
 def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
-    """What ``python examples/<name> <words>`` prints, its errors if it says nothing else; it has to
-    exit with ``code``."""
+    """Run ``python examples/<name> <words>``, which must exit with ``code``. Return its output, or
+    its errors if there is no output."""
     kept = {
         key: value
         for key, value in os.environ.items()

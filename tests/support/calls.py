@@ -1,4 +1,4 @@
-"""How tests of CPU worlds call: for the text of a refusal, and on either path."""
+"""Calls in CPU worlds: the text of a refusal, and calls on the fused or the unfused path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tileweave import kernels
 
 
 def refusal(function: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """The name of the error and the error, "" if there is none."""
+    """The name and the text of the error that a call raises, or ""."""
     try:
         function(*args, **kwargs)
     except tw.TileweaveError as error:
@@ -27,11 +27,11 @@ def refusal(function: Callable[..., object], *args: object, **kwargs: object) ->
 
 @contextmanager
 def unfused(me: Member) -> Iterator[None]:
-    """Collective: calls inside go as on a CPU that interprets no kernels.
+    """Collective: calls inside run as on a CPU that does not interpret kernels.
 
-    Triton decides when a kernel is made who runs it, and ranks serve many tests: so all kernels are
-    made before. What was accepted is kept, its path with it: so nothing accepted is left at either
-    end.
+    Triton decides at decoration time whether a kernel is interpreted, and ranks serve many tests.
+    So all kernels are imported first. Accepted calls are cached together with their path, so these
+    caches are cleared at both ends.
     """
     for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(module.name)
@@ -50,5 +50,6 @@ def call_unfused(me: Member, body: Callable[..., Any], *arguments: object) -> An
 def run_either(
     world: World, interpreted: bool, body: Callable[..., object], *arguments: object
 ) -> list:
-    """``body`` on every rank, with interpreted kernels or unfused; the values, by rank."""
+    """Run ``body`` on every rank, with interpreted kernels or unfused. Return the values by
+    rank."""
     return world.run(body, *arguments) if interpreted else world.run(call_unfused, body, *arguments)

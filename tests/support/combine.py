@@ -1,8 +1,7 @@
-"""Bodies of the tests of grouped_matmul_combine that CPU and GPU worlds share.
+"""Shared by CPU and GPU tests: grouped_matmul_combine.
 
 Cases are those of ``experts.py``: ``depth`` is I, ``cols`` is H. Every rank draws the data of all
-ranks from seeds; the oracle goes token by token, choice by choice, in fp64, and knows nothing of a
-plan.
+ranks from seeds. The oracle goes token by token and choice by choice in fp64, and uses no plan.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from tileweave.planning.combine import CombineConfig
 
 @dataclass
 class Drawn:
-    """What a rank knows of itself: values of its entries [T, k, I], experts, ids and weights [T,
-    k]."""
+    """The inputs of one rank: values of its entries [T, k, I], experts, ids and weights [T, k]."""
 
     values: torch.Tensor
     experts: torch.Tensor
@@ -40,9 +38,9 @@ class Drawn:
 
 @lru_cache(maxsize=256)
 def draw_all(case: Case, size: int, seed: int) -> list[Drawn]:
-    """Of all ranks, on the CPU; not written to."""
+    """The inputs of all ranks, on the CPU. They are not written to."""
     found = []
-    for rank, o in enumerate(experts.everyone(case, size, seed)):
+    for rank, o in enumerate(experts.draw_all_ranks(case, size, seed)):
         generator = torch.Generator().manual_seed(77 * seed + rank)
         tokens = len(o.ids)
         values = torch.randn(tokens, case.topk, case.depth, generator=generator).to(
@@ -55,7 +53,7 @@ def draw_all(case: Case, size: int, seed: int) -> list[Drawn]:
 
 @dataclass
 class Call:
-    """What one rank passes."""
+    """The operands that one rank passes."""
 
     y: torch.Tensor
     experts: torch.Tensor
@@ -66,7 +64,7 @@ class Call:
 def prepare(
     case: Case, rank: int, size: int, device: torch.device, seed: int, depth_first: bool = False
 ) -> Call:
-    """Operands of a rank. Rows of y that do not exist are NaN."""
+    """Operands of one rank. Undefined rows of y are NaN."""
     drawn = draw_all(case, size, seed)
     ids = torch.stack([padded_ids(d.ids, case.max_tokens) for d in drawn])
     plan = reference_plan(ids, rank, case.experts * size, case.tokens_of(rank))
@@ -84,14 +82,14 @@ def prepare(
 SIZES = ("tokens", "max_tokens", "topk", "local_experts", "rank", "world_size")
 
 
-def whole(case: Case, size: int, seed: int) -> torch.Tensor:
-    """All experts in rank order, fp64 [E, H, I]."""
+def all_experts(case: Case, size: int, seed: int) -> torch.Tensor:
+    """The weights of all experts in rank order, fp64 [E, H, I]."""
     return torch.cat([d.experts.double() for d in draw_all(case, size, seed)])
 
 
 def expected(case: Case, rank: int, size: int, seed: int, weighted: bool = True) -> torch.Tensor:
-    """z of a rank, fp64 [T, H]."""
-    mine, weights = draw_all(case, size, seed)[rank], whole(case, size, seed)
+    """The expected z of one rank, fp64 [T, H]."""
+    mine, weights = draw_all(case, size, seed)[rank], all_experts(case, size, seed)
     z = torch.zeros(len(mine.ids), case.cols, dtype=torch.float64)
     for token, choices in enumerate(mine.ids.tolist()):
         for j, expert in enumerate(choices):
@@ -102,7 +100,7 @@ def expected(case: Case, rank: int, size: int, seed: int, weighted: bool = True)
 
 
 def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
-    """Elementwise; up to k products, and one partial a rank, are rounded on the way."""
+    """Elementwise tolerances: up to k products, and one partial sum per rank, are rounded."""
     assert got.dtype == case.torch_dtype and got.shape == want.shape, (
         f"{what}: {got.dtype} {tuple(got.shape)}"
     )
@@ -111,7 +109,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
 
 
 def fused(me: Member, c: Call, config: CombineConfig, weighted: bool = True) -> torch.Tensor:
-    """The kernel with this cut, whatever the plan would say, into poisoned memory."""
+    """Run the kernel with this config instead of the planned one, into poisoned memory."""
     z = torch.full(
         (c.plan.tokens, c.experts.shape[1]), float("nan"), dtype=c.y.dtype, device=me.device
     )
@@ -129,7 +127,7 @@ def parity(
     depth_first: bool = False,
     weighted: bool = True,
 ) -> None:
-    """Each case, with poisoned slots."""
+    """Run each case with poisoned slots."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed, depth_first)
         experts.poison(me, OP)
@@ -146,8 +144,8 @@ def many_calls(
     seconds: float,
     stall: Callable | None = None,
 ) -> None:
-    """Calls in a row with changing sizes, one rank late after another; verified at the end, so that
-    nobody waits meanwhile."""
+    """Make calls of changing size, with a different rank late each time. Check all results at the
+    end, so that no rank waits in between."""
     prepared = [
         prepare(cases[n % len(cases)], me.rank, me.world_size, me.device, n) for n in range(calls)
     ]
@@ -164,10 +162,10 @@ def many_calls(
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """What a user calls: the path it takes, out=, no weights, the same bits each time."""
+    """The public function: the path it takes, out=, no weights, the same bits each time."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed)
-        # what unfused reads, it must be able to multiply
+        # the unfused path reads this, and must be able to multiply it
         c.y = torch.where(torch.isnan(c.y), torch.zeros_like(c.y), c.y)
         assert tw.explain(OP, c.y, c.experts, c.plan).path == path
         what = f"rank {me.rank}, {case}"
@@ -190,12 +188,12 @@ def coefficients(case: Case, rank: int) -> torch.Tensor:
 def expected_gradients(
     case: Case, rank: int, size: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of y's rows in their order, of this rank's experts, of own weights, by torch's autograd in
-    fp64 on one device."""
+    """Expected gradients of the rows of y in their order, of the experts of this rank and of its
+    weights, by torch's autograd in fp64 on one device."""
     drawn = draw_all(case, size, seed)
     values = [d.values.double().requires_grad_() for d in drawn]
     weights = [d.weights.double().requires_grad_() for d in drawn]
-    matrices = whole(case, size, seed).requires_grad_()
+    matrices = all_experts(case, size, seed).requires_grad_()
     loss = matrices.sum() * 0.0
     for source, d in enumerate(drawn):
         c = coefficients(case, source)
@@ -219,7 +217,7 @@ def expected_gradients(
     return gy, matrices.grad[mine], torch.zeros_like(weights[rank]) if gw is None else gw
 
 
-def near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) -> None:
+def verify_near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) -> None:
     assert got is not None and got.shape == want.shape, (
         f"{what}: {None if got is None else tuple(got.shape)}"
     )
@@ -233,7 +231,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) ->
 def gradients(
     me: Member, cases: list[Case], weighted: bool = True, backend: str | None = None
 ) -> None:
-    """Of y, experts and weights, eager or compiled whole."""
+    """Gradients of y, experts and weights, eager or compiled with fullgraph."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed)
         rows = int(c.plan.offsets[-1])
@@ -262,14 +260,14 @@ def gradients(
             continue
         gy, ge, gw = expected_gradients(case, me.rank, me.world_size, seed)
         assert c.y.grad is not None, what
-        near(c.y.grad[:rows], gy, case, f"{what}: of y")
-        near(c.experts.grad, ge, case, f"{what}: of experts")
-        near(c.weights.grad, gw, case, f"{what}: of weights")
+        verify_near(c.y.grad[:rows], gy, case, f"{what}: of y")
+        verify_near(c.experts.grad, ge, case, f"{what}: of experts")
+        verify_near(c.weights.grad, gw, case, f"{what}: of weights")
 
 
 def bad_input(me: Member, case: Case) -> None:
-    """Each mistake is raised where it was made, and says what is allowed; afterwards a right call
-    works."""
+    """Each mistake raises on its own rank and says what is allowed. A correct call works
+    afterwards."""
     c = prepare(case, me.rank, me.world_size, me.device, 0)
     c.y = torch.nan_to_num(c.y)
     z = torch.empty(c.plan.tokens, case.cols, device=me.device)
@@ -347,7 +345,7 @@ def opcheck(me: Member, case: Case) -> None:
     torch.library.opcheck(op.out, (*held, *numbers), {"out": out})
 
 
-def around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
+def calls_around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
     """Epochs pass 2^31 - 1."""
     parity(me, [case], config)
     instance = workspace_of(name_of(None), me.device).instance(OP, "sm")
@@ -355,7 +353,7 @@ def around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
     instance.transport.barrier()
     instance.control[0] = 2**31 - 3
     instance.signals.fill_(2**31 - 4)
-    # a jump may leave the set of the next parity as its last call left it
+    # after the jump, the set of the next parity may be as its last call left it
     instance.counters.zero_()
     instance.transport.synchronize()
     instance.transport.barrier()

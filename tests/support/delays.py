@@ -1,5 +1,4 @@
-"""What makes ranks of a CPU world drift apart inside a call: contexts that ``parity.many_calls``
-takes as ``stall``."""
+"""Delays inside calls of a CPU world: contexts that ``parity.many_calls`` takes as ``stall``."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tileweave.transport.interface import Copy
 
 @contextmanager
 def stall_in_the_kernel(seconds: float, n: int, period: int = 4) -> Iterator[None]:
-    """Hold this rank up at one in ``period`` signals and ends of waits, while the others go on as
-    far as they may."""
+    """Delay this rank at one in ``period`` signals and ends of waits, while the others run ahead as
+    far as they can."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     events: list[str] = []
@@ -35,7 +34,8 @@ def stall_in_the_kernel(seconds: float, n: int, period: int = 4) -> Iterator[Non
 
 @contextmanager
 def slow_copies(seconds: float, n: int) -> Iterator[None]:
-    """Copies that each take this long: data, signals and the kernel beside them drift apart."""
+    """Make each copy take this long, so that data, signals and the concurrent kernel drift
+    apart."""
     from tileweave.transport.cpu import CpuTransport
 
     copy_all = CpuTransport._copy_all
@@ -53,6 +53,6 @@ def slow_copies(seconds: float, n: int) -> Iterator[None]:
 
 @contextmanager
 def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
-    """Hold up this rank's copies one by one, and its kernel after some waits."""
+    """Delay the copies of this rank one by one, and its kernel after some waits."""
     with slow_copies(seconds / 4, n), stall_in_the_kernel(seconds, n):
         yield

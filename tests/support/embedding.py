@@ -1,7 +1,7 @@
-"""Bodies of the embedding tests that CPU and GPU worlds share. The oracle is fp64, table by table,
-bag by bag in plain loops.
+"""Shared by CPU and GPU tests: embedding_bag_all_to_all. The oracle uses fp64 and plain loops over
+tables and bags.
 
-Every rank draws the tables and bags of all ranks from seeds, so what is expected is computed
+Every rank draws the tables and bags of all ranks from seeds, so expected results are computed
 locally.
 """
 
@@ -27,8 +27,11 @@ from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``dims``: of each rank's tables (ranks past the end have the first ones).
-    ``longest``: of a usual bag."""
+    """One call.
+
+    ``dims`` are those of the tables of each rank; ranks past the end have the first ones.
+    ``longest`` is the length of the longest ordinary bag.
+    """
 
     dims: tuple[tuple[int, ...], ...]
     batch: int
@@ -71,7 +74,7 @@ class Case:
 
 @dataclass
 class Bags:
-    """What one rank passes."""
+    """The operands that one rank passes."""
 
     tables: list[torch.Tensor]
     indices: torch.Tensor
@@ -107,7 +110,7 @@ def draw(case: Case, rank: int, device: torch.device, seed: int) -> Bags:
 
 
 def pooled(bags: Bags, case: Case, tables: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """fp64 [B, sum of dims] of one rank, differentiable in ``tables``."""
+    """The expected result of one rank, fp64 [B, sum of dims], differentiable in ``tables``."""
     columns = []
     tables = [t.double().cpu() for t in bags.tables] if tables is None else tables
     offsets, indices = bags.offsets.tolist(), bags.indices.tolist()
@@ -157,7 +160,7 @@ def run(
     config: EmbeddingConfig,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fused kernel with this cut, whatever the plan would say."""
+    """Run the fused kernel with this config instead of the planned one."""
     return run_fused(
         bags.tables,
         bags.indices,
@@ -174,7 +177,7 @@ def run(
 
 
 def call(case: Case, bags: Bags, size: int, **options: object) -> torch.Tensor:
-    """The public operator."""
+    """Call the public operator."""
     options = {"per_sample_weights": bags.weights} | options
     return tw.embedding_bag_all_to_all(
         bags.tables,
@@ -192,7 +195,7 @@ def call(case: Case, bags: Bags, size: int, **options: object) -> torch.Tensor:
 
 
 def parity(me: Member, cases: list[Case], config: EmbeddingConfig) -> None:
-    """Each case twice, with poisoned regions."""
+    """Run each case twice, with poisoned regions."""
     group = dist.group.WORLD
     for number, case in enumerate((cases[0], *cases, *cases)):
         instance = workspace_of(name_of(group), me.device).instance(OP, "sm")
@@ -212,7 +215,7 @@ def parity(me: Member, cases: list[Case], config: EmbeddingConfig) -> None:
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """By the operator's own plan: returned, into ``out=``, and the reference itself."""
+    """Run the operator with its own plan: returned, into ``out=``, and the reference itself."""
     from tileweave.ops import reference
 
     for seed, case in enumerate(cases):
@@ -252,7 +255,7 @@ def layout_by_default(me: Member, case: Case) -> None:
         bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype
     )
     verify(y, case, me.rank, me.world_size, 3, f"rank {me.rank}")
-    # where this rank has the same tables as before, others may not
+    # this rank has the same tables as before, others may not
     changed = replace(case, dims=case.dims[::-1])
     bags = draw(changed, me.rank, me.device, 4)
     y = tw.embedding_bag_all_to_all(
@@ -269,10 +272,10 @@ def many_calls(
     seconds: float,
     stall: Callable[[float, int], object] | None = None,
 ) -> None:
-    """Calls of changing size, each rank late in turn, results held for random times: nobody may
-    overwrite them."""
+    """Make calls of changing size, with a different rank late each time. Results are held for
+    random times, and no call may overwrite them."""
     group, order = dist.group.WORLD, random.Random(7)
-    keep = random.Random(100 + me.rank)  # ranks hold their results differently long
+    keep = random.Random(100 + me.rank)  # ranks hold their results for different times
     held: list[tuple[int, Case, torch.Tensor]] = []
     drawn = [order.choice(cases) for _ in range(count)]
     prepared = [draw(case, me.rank, me.device, 1000 + n) for n, case in enumerate(drawn)]
@@ -309,8 +312,8 @@ def many_calls(
 
 
 def results_are_lent(me: Member, case: Case, config: EmbeddingConfig) -> None:
-    """No copy while a region is free; a copy when none is; free again when the last view is
-    gone."""
+    """Results are not copied while a region is free, and are copied when none is. A region is free
+    again after its last view."""
     group = dist.group.WORLD
     tw.close(group)
     bags = draw(case, me.rank, me.device, 0)
@@ -375,7 +378,7 @@ def bad_input(me: Member) -> None:
 
 
 def out_of_range_raises(me: Member, odd: int) -> None:
-    """In debug mode every rank raises, and the next call is fine."""
+    """In debug mode every rank raises, and the next call works."""
     table = torch.zeros(5, 4, device=me.device)
     offsets = torch.tensor([0, 1, 2], device=me.device)
     for wrong in ([0, 5], [-1, 2]):

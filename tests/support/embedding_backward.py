@@ -1,5 +1,5 @@
-"""Bodies of the embedding tests that CPU and GPU worlds share: gradients of tables and of weights,
-and steps in place."""
+"""Shared by CPU and GPU tests: gradients of embedding tables and weights, and optimizer steps in
+place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tileweave.planning.sharding import rows_of
 
 
 def expected_gradients(case: Case, rank: int, size: int, seed: int) -> list[torch.Tensor]:
-    """fp64 gradients of this rank's tables of the sum over ranks of (y * c).sum()."""
+    """fp64 gradients of the tables of this rank, for the loss sum over ranks of (y * c).sum()."""
     bags = draw(case, rank, torch.device("cpu"), seed)
     tables = [t.double().requires_grad_() for t in bags.tables]
     mine, layout, loss = (
@@ -50,8 +50,8 @@ def coefficients(case: Case, rank: int, size: int, device: torch.device) -> torc
 def gradients(
     me: Member, cases: list[Case], sparse: bool = False, backend: str | None = None
 ) -> None:
-    """Dense or sparse gradients of the tables and of the weights against fp64; with and without
-    division by R."""
+    """Compare dense or sparse gradients of the tables and of the weights with fp64, with and
+    without division by R."""
     for seed, case in enumerate(cases):
         bags = draw(case, me.rank, me.device, seed)
         c = coefficients(case, me.rank, me.world_size, me.device)
@@ -101,7 +101,7 @@ def gradients(
 
 
 def by_copy_engines(me: Member, check: Callable[..., None], *arguments: object) -> None:
-    """``check`` with all gradients carried by copy engines, however small they are."""
+    """Run ``check`` with all gradients moved by copy engines, however small they are."""
     from tileweave.ops.embedding import bag_all_to_all_fused as fused
 
     with mock.patch.object(fused, "gradient_carrier", return_value="copy_engine"):
@@ -136,8 +136,8 @@ def weight_gradient(case: Case, me: Member, seed: int) -> torch.Tensor:
 
 
 def fused_steps(me: Member, case: Case, kind: str) -> None:
-    """Three steps in place against torch's own arithmetic in fp64 on the expected gradients; then
-    the same bits again."""
+    """Compare three steps in place with torch's own arithmetic in fp64 on the expected gradients.
+    Then check that the bits are the same again."""
     found = []
     for _ in range(2):
         bags = draw(case, me.rank, me.device, 0)
@@ -172,8 +172,8 @@ def fused_steps(me: Member, case: Case, kind: str) -> None:
 
 
 def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
-    """Table rows that are looked up 1 to 33 times, so that runs of equal rows end in, at and behind
-    tiles of 8; exact."""
+    """Table rows are looked up 1 to 33 times, so that runs of equal rows end in, at and after tiles
+    of 8. Sums are exact."""
     runs = (3, 1, 8, 9, 2, 16, 17, 1, 15, 24, 7, 25, 1, 1, 33, 5)
     for shift in shifts:  # where in a tile the runs begin
         counts = [torch.tensor([*[1] * shift, *runs]), torch.tensor(runs[::-1])]

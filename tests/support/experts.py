@@ -1,8 +1,7 @@
-"""Bodies of the mixture-of-experts tests that CPU and GPU worlds share. Every rank draws all ranks'
-data from seeds.
+"""Shared by CPU and GPU tests: mixture-of-experts operators. Every rank draws the data of all ranks
+from seeds.
 
-The oracle works token by token in plain loops over ids, in fp64; nothing of a plan is part of what
-is expected.
+The oracle works token by token in plain loops over ids, in fp64. Expected results use no plan.
 """
 
 from __future__ import annotations
@@ -29,15 +28,18 @@ ROUTINGS = (
     "one_rank",
     "empty_experts",
     "holes",
-    "nobody",
+    "no_choices",
     "repeated",
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``tokens``: of each rank (ranks past the end have the first ones). ``experts``: of
-    a rank."""
+    """One call.
+
+    ``tokens`` are those of each rank; ranks past the end have the first ones. ``experts`` is the
+    number of experts per rank.
+    """
 
     tokens: tuple[int, ...]
     experts: int = 3
@@ -47,7 +49,7 @@ class Case:
     routing: str = "even"
     dtype: str = "float32"
     index_dtype: torch.dtype = torch.int64
-    spare: int = 0  # max_tokens is this much more than the most tokens
+    spare: int = 0  # max_tokens exceeds the largest number of tokens by this
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -63,7 +65,7 @@ class Case:
 
 @dataclass
 class Operands:
-    """What one rank passes."""
+    """The operands that one rank passes."""
 
     x: torch.Tensor
     experts: torch.Tensor
@@ -102,20 +104,20 @@ def draw_ids(
         ids[:, case.topk // 2] = seed % number
     if case.routing == "holes":
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
-    if case.routing == "nobody" or (case.routing == "even" and tokens == 0):
+    if case.routing == "no_choices" or (case.routing == "even" and tokens == 0):
         ids = torch.full_like(ids, -1)
     if case.routing == "repeated":  # a token may choose an expert twice
         ids[:, -1] = ids[:, 0]
     return ids
 
 
-def everyone(case: Case, size: int, seed: int) -> list[Operands]:
+def draw_all_ranks(case: Case, size: int, seed: int) -> list[Operands]:
     return [draw(case, rank, size, torch.device("cpu"), seed) for rank in range(size)]
 
 
 def expected_rows(case: Case, rank: int, size: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """For each local expert its rows in order, as (source, token, choice), by plain loops."""
-    drawn = everyone(case, size, seed)
+    """The rows of each local expert in order, as (source, token, choice), by plain loops."""
+    drawn = draw_all_ranks(case, size, seed)
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(case.experts)]
     for step in range(size):
         source = (rank - step) % size
@@ -127,8 +129,9 @@ def expected_rows(case: Case, rank: int, size: int, seed: int) -> list[list[tupl
 
 
 def expected_y(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
-    """fp64 [rows, N]: each row of the plan in its order, so that order is verified as well."""
-    drawn = everyone(case, size, seed)
+    """Expected rows, fp64 [rows, N], in the order of the plan, so that the order is verified as
+    well."""
+    drawn = draw_all_ranks(case, size, seed)
     y = [
         drawn[source].x[token].double() @ drawn[rank].experts[expert].double().t()
         for expert, rows in enumerate(expected_rows(case, rank, size, seed))
@@ -141,7 +144,7 @@ def expected_gradients(
     case: Case, rank: int, size: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 (dx, dexperts) of ``rank`` for the loss sum over ranks of (y * coefficients)."""
-    drawn = everyone(case, size, seed)
+    drawn = draw_all_ranks(case, size, seed)
     dx = torch.zeros(case.tokens_of(rank), case.depth, dtype=torch.float64)
     dexperts = torch.zeros(case.experts, case.cols, case.depth, dtype=torch.float64)
     for owner in range(size):
@@ -203,7 +206,7 @@ def verify_y(y: torch.Tensor, case: Case, rank: int, size: int, seed: int, what:
 
 
 def plans(me: Member, cases: list[Case]) -> None:
-    """Routing alone, every case in one launch and by the sort, in one instance."""
+    """Run routing alone: every case in one launch and by the sort, in one instance."""
     for seed, case in enumerate(cases):
         o = draw(case, me.rank, me.world_size, me.device, seed)
         for cut in (routing_cut(2, 1, 1), SORTED):
@@ -215,18 +218,18 @@ def plans(me: Member, cases: list[Case]) -> None:
 
 
 def references(me: Member, cases: list[Case]) -> None:
-    """The plain plan against plain loops: what other tests lean on."""
+    """Compare the plain plan with plain loops: other tests rely on it."""
     for seed, case in enumerate(cases):
         ids = torch.stack(
-            [padded_ids(o.ids, case.max_tokens) for o in everyone(case, me.world_size, seed)]
+            [padded_ids(o.ids, case.max_tokens) for o in draw_all_ranks(case, me.world_size, seed)]
         )
         plan = reference_plan(ids, me.rank, case.experts * me.world_size, case.tokens_of(me.rank))
         verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}")
 
 
 def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
-    """Routing and matmul with poisoned slots and outputs; every other plan by the sort of many
-    tokens."""
+    """Run routing and matmul with poisoned slots and outputs. Every other plan uses the sort for
+    many tokens."""
     for seed, case in enumerate((*cases, cases[0])):
         o = draw(case, me.rank, me.world_size, me.device, seed)
         poison(me, OP)
@@ -240,7 +243,7 @@ def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
 def fused(
     me: Member, case: Case, o: Operands, config: DispatchConfig, cut: RoutingCut | None = None
 ) -> tuple[torch.Tensor, RoutingPlan]:
-    """The kernels with this cut, whatever the plan would say; rows that nobody writes are NaN."""
+    """Run the kernels with this config instead of the planned one. Undefined rows are NaN."""
     plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None), cut)
     y = torch.full((plan.bound, case.cols), float("nan"), dtype=case.torch_dtype, device=me.device)
     run_fused(o.x, o.experts, plan, y, name_of(None), config)
@@ -248,7 +251,7 @@ def fused(
 
 
 def poison(me: Member, op: str) -> None:
-    """Fill the slots of a quiet instance with what must never be read."""
+    """Fill the slots of an idle instance with values that must never be read."""
     instance = workspace_of(name_of(None), me.device).instance(op, "sm")
     if instance.num_slots:
         poison_slots(instance, False)
@@ -257,8 +260,8 @@ def poison(me: Member, op: str) -> None:
 def many_calls(
     me: Member, cases: list[Case], config: DispatchConfig, calls: int, seconds: float, stall=None
 ) -> None:
-    """Calls in a row with changing sizes, one rank late after another; checked at the end, so that
-    nobody waits meanwhile."""
+    """Make calls of changing size, with a different rank late each time. Check all results at the
+    end, so that no rank waits in between."""
     kept = []
     for number in range(calls):
         case = cases[number % len(cases)]
@@ -279,8 +282,8 @@ def many_calls(
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """By the operator's own plan: with ids, with a plan, into ``out=``; the unfused operator gives
-    the same rows."""
+    """Run the operator with its own plan: with ids, with a plan, into ``out=``. The unfused
+    operator gives the same rows."""
     from tileweave.ops import reference
 
     for seed, case in enumerate(cases):
@@ -299,7 +302,7 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
 
 
 def gradients(me: Member, cases: list[Case], backend: str | None = None) -> None:
-    """dx and dexperts; rows that do not exist are never read, so they may be NaN."""
+    """Check dx and dexperts. Undefined rows are never read, so they may be NaN."""
     for seed, case in enumerate(cases):
         o = draw(case, me.rank, me.world_size, me.device, seed)
         rows = sum(map(len, expected_rows(case, me.rank, me.world_size, seed)))
@@ -331,7 +334,7 @@ def gradients(me: Member, cases: list[Case], backend: str | None = None) -> None
 
 
 def swiglu(me: Member, case: Case) -> None:
-    """Value and gradient on the rows that there are; the others hold NaN and stay as they were."""
+    """Check value and gradient of the defined rows. The others hold NaN and are unchanged."""
     o = draw(case, me.rank, me.world_size, me.device, 0)
     y, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids, max_tokens=case.max_tokens)
     rows = int(plan.offsets[-1])
@@ -397,7 +400,7 @@ def bad_input(me: Member) -> None:
 
 
 def out_of_range_raises(me: Member, odd: int) -> None:
-    """In debug mode every rank raises, and the next call is fine."""
+    """In debug mode every rank raises, and the next call works."""
     x, w = torch.zeros(2, 8, device=me.device), torch.zeros(1, 6, 8, device=me.device)
     for wrong in (me.world_size, -2):
         ids = torch.tensor([[0], [wrong if me.rank == odd else 0]], device=me.device)

@@ -1,9 +1,8 @@
-"""Processes of ranks without the imports: forks of one process that has imported torch, triton and
-the package.
+"""Fork processes for ranks from one process that has imported torch, triton and the package.
 
-Imports cost 1.5 s of CPU time per process, and three where ``torch.compile`` is called; a fork
-costs milliseconds. The server starts no threads and touches no device, so a fork of it is what a
-new process is after the same imports. Each fork gets its own environment, pipe and output, and ends
+Imports cost 1.5 s of CPU time per process, and 3 s where ``torch.compile`` is called; a fork costs
+milliseconds. The server starts no threads and touches no device, so a fork is in the same state as
+a new process after the same imports. Each fork gets its own environment, pipe and output, and ends
 as a Python process does.
 """
 
@@ -32,12 +31,11 @@ LARGEST = 1 << 16  # bytes of a message: an environment
 
 
 def main(descriptor: int) -> None:
-    """Fork on request and report how each fork ended, until the process of the tests closes its
-    end."""
+    """Fork on request and report how each fork ended, until the test process closes its end."""
     requests = socket.socket(fileno=descriptor)
     for module in IMPORTS:
         import_module(module)
-    # a fork neither copies these objects nor looks through them when it ends, which took 0.8 s
+    # a fork neither copies these objects nor scans them when it ends, which took 0.8 s
     gc.freeze()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -72,7 +70,7 @@ def _report(requests: socket.socket) -> None:
 
 
 def _become(request: tuple[dict[str, str], tuple[object, ...]], pipe: int, log: int) -> None:
-    """In a fork: be the rank that was asked for."""
+    """In a fork: run as the requested rank."""
     environment, arguments = request
     os.environ.clear()
     os.environ.update(environment)
@@ -86,7 +84,7 @@ def _become(request: tuple[dict[str, str], tuple[object, ...]], pipe: int, log: 
 
 
 class Forked:
-    """One fork: the part of :class:`subprocess.Popen` that worlds use."""
+    """One fork, with the part of the interface of :class:`subprocess.Popen` that worlds use."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -113,8 +111,8 @@ class Forked:
 
 
 class Server:
-    """The process that forks. What imports read from ``environment`` is the same in all of its
-    forks."""
+    """The process that forks. All of its forks share the values of ``environment`` that imports
+    read."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,7 +139,7 @@ class Server:
         return Forked(self, self._started.pop())
 
     def listen(self, seconds: float) -> None:
-        """Take in all reports of the server; wait at most ``seconds`` for the first one."""
+        """Read all reports of the server; wait at most ``seconds`` for the first one."""
         while select.select([self._requests], [], [], seconds)[0]:
             report = self._requests.recv(LARGEST)
             if not report:

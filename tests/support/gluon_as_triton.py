@@ -1,13 +1,15 @@
-"""What the Hopper kernel of ``grouped_matmul_combine`` adds and sends, interpreted: its Gluon
-source read as Triton.
+"""Interpret the sums and pushes of the Hopper kernel of ``grouped_matmul_combine``: its Gluon
+source, translated to Triton.
 
-Gluon has no interpreter. But ``kernels/experts/combine_hopper_tasks.py`` computes with what both
-languages have: layouts aside, and with Triton's words for waits and signals, it is Triton. So here
-every rank is one program that multiplies (the Triton kernel's role), lists rows and then serves all
-tickets, over lists that begin as garbage. Where programs run beside each other, as in
-``tests/explore``, there are two for each multiprocessor: *reduce* lists rows and serves early
-tickets, *multiply* has the tiles and serves early and late ones. What a layout must be, only a GPU
-shows.
+Gluon has no interpreter. But ``kernels/experts/combine_hopper_tasks.py`` computes with operations
+that both languages have: without layouts, and with Triton's functions for waits and signals, it is
+Triton.
+
+Here each rank is one program. It multiplies (the role of the Triton kernel), lists rows and then
+serves all tickets, from lists that are uninitialized at first. Where programs run concurrently, as
+in ``tests/explore``, there are two per multiprocessor: *reduce* lists rows and serves early
+tickets, *multiply* computes the tiles and serves early and late tickets. Layouts can only be
+checked on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from tests.support import combine as combining
+from tests.support import combine
 from tests.support.experts import Case
 from tests.support.worlds import Member
 
@@ -88,7 +90,8 @@ def spin(
 
 
 class _ToTriton(ast.NodeTransformer):
-    """Layouts are left out; every other Gluon word has the same meaning in Triton."""
+    """Replaces ``gl``: layouts are left out, and every other Gluon function has the same meaning in
+    Triton."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         return None
@@ -113,7 +116,7 @@ class _ToTriton(ast.NodeTransformer):
 
 
 def as_triton(source: str) -> str:
-    """``source``, of a file of Gluon functions, as Triton."""
+    """Translate ``source``, a file of Gluon functions, to Triton."""
     module = _ToTriton().visit(ast.parse(source))
     module.body = module.body[1:]  # the docstring
     text = ast.unparse(ast.fix_missing_locations(module))
@@ -124,7 +127,7 @@ def as_triton(source: str) -> str:
 
 
 def load_tasks(folder: str) -> Any:
-    """The Hopper kernel's tasks as a module of Triton functions."""
+    """The tasks of the Hopper kernel as a module of Triton functions."""
     path = Path(folder) / "combine_tasks_as_triton.py"
     path.write_text(as_triton(Path(str(gluon_tasks.__file__)).read_text()))
     spec = spec_from_file_location(path.stem, path)
@@ -146,9 +149,11 @@ Cut, Current = _tasks.Cut, _tasks.Current
 
 
 class Choices(NamedTuple):
-    """Of both kernels' choices what the functions here read. ``COLS`` and ``WARPS`` are those of
-    the partition that serves tickets; with ``PARTITIONS`` = 2, *reduce* and *multiply* are two
-    programs."""
+    """The parameters of both kernels that the functions here read.
+
+    ``COLS`` and ``WARPS`` are those of the partition that serves tickets. With ``PARTITIONS`` = 2,
+    *reduce* and *multiply* are two programs.
+    """
 
     WORLD_SIZE: int
     TOPK: int
@@ -167,7 +172,7 @@ class Choices(NamedTuple):
 
 
 @triton.jit
-def twin_kernel(
+def translated_kernel(
     operands,
     tensors,
     peers,
@@ -183,7 +188,9 @@ def twin_kernel(
     C: tl.constexpr,
 ):
     """One program per rank has all roles, one after another, or the partitions are two programs.
-    ``operands``: ``combine_triton.Tensors``; ``tensors``: those of the tasks."""
+
+    ``operands`` are ``combine_triton.Tensors``; ``tensors`` are those of the tasks.
+    """
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     PARTITIONS: tl.constexpr = C.PARTITIONS
     WARPS: tl.constexpr = C.WARPS
@@ -243,7 +250,7 @@ def launch(
     rank: int,
     num_sms: int,
 ) -> None:
-    """As ``combine_triton.launch``, one program per rank; with ``num_reduce`` = 0, two for each
+    """As ``combine_triton.launch``, with one program per rank. With ``num_reduce`` = 0, two per
     multiprocessor."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
     entries = s.world_size * s.max_tokens
@@ -255,7 +262,7 @@ def launch(
     given = offsets if weights is None else weights
     partitions = 2 if c.num_reduce == 0 else 1
     choices = plain.choices_of(experts, weights, shape, config)
-    twin_kernel[(2 * num_sms if partitions == 2 else 1,)](
+    translated_kernel[(2 * num_sms if partitions == 2 else 1,)](
         plain.Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out),
         gluon_tasks.Tensors(
             products, rows, factors, lengths, offsets, entry_row, topk_ids, given, out
@@ -277,11 +284,11 @@ def launch(
 def parity(
     me: Member, cases: list[Case], configs: list[CombineConfig], weighted: bool = True
 ) -> None:
-    """``combining.parity`` of the twin; ``num_warps``: those of the partition that serves
-    tickets."""
+    """``combine.parity`` of the translated kernel. ``num_warps`` is that of the partition that
+    serves tickets."""
     theirs, plain.launch = plain.launch, launch
     try:
         for config in configs:
-            combining.parity(me, cases, config, False, weighted)
+            combine.parity(me, cases, config, False, weighted)
     finally:
         plain.launch = theirs

@@ -1,5 +1,4 @@
-"""Bodies of the tests of GPU worlds, for every operator: CUDA graphs, and a peer that never
-comes."""
+"""Shared by GPU tests of all operators: CUDA graphs, and a peer that never calls."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from tests.support.worlds import Member
 import tileweave as tw
 from tileweave.planning.problem import MatmulConfig
 
-SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes, or too late
-QUEUED = 4  # calls that the others queue meanwhile: more than there are slots
+SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never calls, or calls too late
+QUEUED = 4  # calls that the others queue in the meantime: more than there are slots
 
 
 def warm_up(case: Case, size: int) -> None:
@@ -38,7 +37,7 @@ def warm_up(case: Case, size: int) -> None:
 
 
 def replay_and_call(me: Member, case: Case, replays: int) -> None:
-    """A graph with two calls, replayed with fresh inputs; eager calls in between, some ranks
+    """Replay a graph of two calls with fresh inputs, with eager calls in between and some ranks
     late."""
     first, second = (prepare(case, me.rank, me.world_size, me.device, n) for n in range(2))
     warm_up(case, me.world_size)
@@ -75,11 +74,12 @@ def replay_and_call(me: Member, case: Case, replays: int) -> None:
     look()
     me.barrier()
     del graph
-    tw.close()  # what follows in this world starts without a captured call behind it
+    tw.close()  # later tests in this world start without a captured call before them
 
 
 def capture_without_warmup(me: Member, case: Case) -> None:
-    """Refused, with a remedy, for the first call and for a larger one; calls go on afterwards."""
+    """Capture without warmup is refused with a remedy, for the first call and for a larger one.
+    Calls work afterwards."""
     tw.close()
     small = prepare(case, me.rank, me.world_size, me.device, 9)
     large = prepare(replace(case, rows=16 * case.rows), me.rank, me.world_size, me.device, 9)
@@ -96,11 +96,13 @@ def capture_without_warmup(me: Member, case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object]:
-    """Some calls of all, then some that ``absent`` takes no part in: what the other rank sees, and
-    after how long.
+def calls_without_peer(
+    me: Member, case: Case, config: MatmulConfig, absent: int
+) -> dict[str, object]:
+    """Make some calls on all ranks, then some that ``absent`` skips. Return what the other rank
+    sees, and after how long.
 
-    And what ``absent`` gets, which makes them when the others have given up.
+    And what ``absent`` gets, which makes these calls after the others have given up.
     """
     case, group = case.fit(config), dist.group.WORLD
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
@@ -119,8 +121,8 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     torch.cuda.synchronize()
     if me.rank == absent:
         time.sleep(SECONDS + 4.0)
-        found = come_late(calls, group, config)
-        me.barrier()  # the others' memory is there until now
+        found = make_late_calls(calls, group, config)
+        me.barrier()  # keep the memory of the others alive until now
         return {"late": found}
     started = time.monotonic()
     for call in calls:
@@ -144,9 +146,9 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     }
 
 
-def come_late(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
-    """Make calls that the others have given up, with further ones behind, until one raises. Of
-    each: "right", "NaN", or what is wrong."""
+def make_late_calls(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
+    """Make calls that the others have given up, and further ones, until one raises. Each is
+    "right", "NaN", or a description of what is wrong."""
     made = []
     try:
         for call in calls:
@@ -170,8 +172,8 @@ def _state(call: Call) -> str:
 
 
 def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
-    """Every other rank has waited for ``absent``, as long as it was told to; its result is
-    poisoned, and nothing hung."""
+    """Every other rank has waited for ``absent`` for the whole timeout. Its result is poisoned, and
+    nothing hung."""
     assert len(ends) > absent and [end.exit_code for end in ends] == [0] * len(ends), ends
     for rank, seen in ((rank, end.value) for rank, end in enumerate(ends) if rank != absent):
         assert SECONDS <= seen["taken"] < SECONDS + 2.0, seen
@@ -181,14 +183,14 @@ def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
     assert late and late[-1] == "NaN" and set(late) <= {"right", "NaN"}, late
 
 
-def lone_call(
+def call_without_peer(
     me: Member,
     absent: int,
     call: Callable[[int], torch.Tensor],
     poisoned: Callable[[torch.Tensor], bool],
 ) -> dict[str, object] | None:
-    """``call(0)`` of all, then ``call(1)`` that ``absent`` takes no part in: what each other rank
-    sees, None on that one."""
+    """Make ``call(0)`` on all ranks, then ``call(1)`` without ``absent``. Return what each other
+    rank sees; None on ``absent``."""
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
         me.barrier()
         tw.close()

@@ -1,12 +1,11 @@
-"""Calls of the matmul operators: a case, operands for every rank, and what must come out of them in
-fp64.
+"""Cases of the matmul operators: operands for every rank, and expected results in fp64.
 
-One set for all of these operators: a :class:`Case` names its operator, everything else follows from
-it.
+All of these operators share one set: a :class:`Case` names its operator, and everything else
+follows from it.
 
-Every rank draws the data of all ranks from seeds, so what is expected is computed locally: nothing
-that is tested is part of the oracle. Data is fresh in each call; a stale slot or a stale signal
-cannot hide behind equal values.
+Every rank draws the data of all ranks from seeds, so expected results are computed locally, without
+any code under test. Each call has fresh data, so that a stale slot or a stale signal cannot go
+unnoticed because values are equal.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from tests.support.tolerances import TOLERANCE, assert_near
 
 from tileweave.planning.problem import MatmulConfig
 
-# times that absolute difference, where ranks' partial results are rounded before they are added
+# factor on that absolute difference where partial sums of ranks are rounded before they are added
 PARTIALS = 2.5
 EPS = 0.05  # not the default
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
-PRIVATE = (AG, OUT, IN)  # whose weight, bias and result are each rank's own
+PRIVATE = (AG, OUT, IN)  # operators whose weight, bias and result differ between ranks
 
 
 def has_kernel(op: str) -> bool:
@@ -33,13 +32,13 @@ def has_kernel(op: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: rows of a shard (of the whole x for an all-reduce), columns and K of a rank.
+    """One call: rows of a shard (of the whole x for an all-reduce), columns and K per rank.
 
-    Of an exchange, ``how`` is (scatter_dim, gather_dim), and what is exchanged has parts of
-    ``rows`` rows, and ``cols`` columns (of the product) or ``depth`` (of x).
+    ``how`` of an exchange is (scatter_dim, gather_dim). The exchanged tensor has parts of ``rows``
+    rows, and ``cols`` columns (of the product) or ``depth`` (of x).
 
-    ``integers``: small whole numbers, so results are exact. ``gathered`` is for an all-gather;
-    ``residual`` and ``norm`` are for an all-reduce. Without them the call has one result, with
+    ``integers``: small whole numbers, so results are exact. ``gathered`` applies to an all-gather;
+    ``residual`` and ``norm`` to an all-reduce. Without these the call has one result, with
     ``gathered`` or ``norm`` two.
     """
 
@@ -60,8 +59,8 @@ class Case:
         return getattr(torch, self.dtype)
 
     def fit(self, config: MatmulConfig) -> Case:
-        """This case, with a tile's rows more where copy engines push: they need shards as tall as a
-        tile."""
+        """This case with one more tile of rows where copy engines push: they need shards at least
+        as tall as a tile."""
         sources_in_rows = self.op in (AG, RS) or (
             self.op == IN and self.how is not None and self.how[1] == 0
         )
@@ -69,7 +68,7 @@ class Case:
         return replace(self, rows=self.rows + config.tile_m) if short else self
 
     def x_rows(self, size: int) -> int:
-        """Rows of a rank's x in a group of ``size``."""
+        """Rows of x per rank in a group of ``size``."""
         return (
             self.rows * size
             if self.op == RS or (self.how is not None and self.how[0] == 0)
@@ -106,7 +105,7 @@ class Case:
         )
 
     def options(self) -> dict[str, int]:
-        """What a public call takes by keyword beside operands."""
+        """Keyword arguments of a public call other than operands."""
         return {} if self.how is None else {"scatter_dim": self.how[0], "gather_dim": self.how[1]}
 
 
@@ -114,14 +113,15 @@ def draw(
     shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object
 ) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(hash(seed) % (1 << 62))
-    if case.integers:  # so small that bf16 holds a rank's partial sum exactly
+    if case.integers:  # so small that bf16 represents the partial sum of a rank exactly
         return torch.randint(-1, 2, shape, generator=generator, device=device).to(case.torch_dtype)
     return (torch.randn(shape, generator=generator, device=device) * scale).to(case.torch_dtype)
 
 
 @dataclass
 class Operands:
-    """What one rank passes. ``names()``: those that are there, in the order of the call."""
+    """The operands that one rank passes. ``names()``: those that are present, in the order of the
+    call."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -133,7 +133,7 @@ class Operands:
         return [name for name, tensor in vars(self).items() if tensor is not None]
 
     def options(self) -> dict[str, object]:
-        """What a public call takes by keyword."""
+        """Operands that a public call takes by keyword."""
         found = {"residual": self.residual, "norm_weight": self.norm_weight}
         if self.norm_weight is not None:
             found["norm_eps"] = EPS
@@ -141,7 +141,7 @@ class Operands:
 
 
 def draw_operands(case: Case, rank: int, size: int, device: torch.device, seed: int) -> Operands:
-    """The operands of one rank of a group; what is replicated is the same on every rank."""
+    """The operands of one rank of a group. Replicated operands are the same on every rank."""
     summed = case.op not in PRIVATE
     w_shape = case.w_shape(size)
     scale = max(w_shape[1] * (size if summed else 1), 1) ** -0.5
@@ -164,7 +164,7 @@ def draw_operands(case: Case, rank: int, size: int, device: torch.device, seed: 
 def expected(
     case: Case, everyone: list[Operands], rank: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The results of ``rank`` in fp64, by one process that has the operands of all;
+    """The results of ``rank`` in fp64, computed by one process from the operands of all ranks;
     differentiable."""
     size, mine = len(everyone), everyone[rank]
     if case.op == AG:
@@ -202,10 +202,9 @@ def _product(operands: Operands) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """Operands of one call on one rank, poisoned memory for its results, and what must stand there
-    afterwards.
+    """Operands of one call on one rank, poisoned memory for its results, and the expected results.
 
-    ``second``: the gathered input, or the sum before the norm.
+    ``second`` is the gathered input, or the sum before the norm.
     """
 
     case: Case
@@ -240,7 +239,7 @@ class Call:
         second = self.second if second is None else second
         if second is None:
             return
-        assert self.want_second is not None, f"{what}: a second result that nobody asked for"
+        assert self.want_second is not None, f"{what}: a second result that was not requested"
         if self.case.op == AR:
             verify(second, self.want_second, self.case, f"{what}: residual_out")
             return
@@ -250,7 +249,7 @@ class Call:
 
     @property
     def exact(self) -> bool:
-        """A norm is no whole number."""
+        """Results of a norm are not whole numbers."""
         return self.case.integers and not self.case.norm
 
 
@@ -271,7 +270,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
         f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     )
     assert got.dtype == case.torch_dtype, f"{what}: dtype {got.dtype}"
-    if case.integers:  # sums of whole numbers are exact in fp32; what is left is one rounding
+    if case.integers:  # sums of whole numbers are exact in fp32; only the last rounding is left
         rounded = want.to(got.dtype)
         assert torch.equal(got, rounded), (
             f"{what}: not exact in rows {rows_that_differ(got, rounded)}"
@@ -280,7 +279,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
     relative, absolute = TOLERANCE[case.dtype]
     if case.op not in PRIVATE:
         absolute *= PARTIALS
-    if case.norm:  # it multiplies what went into it by a weight of up to 4
+    if case.norm:  # it multiplies its input by a weight of up to 4
         relative, absolute = 2 * relative, 4 * absolute
     assert_near(got.double(), want, relative, absolute, what)
 

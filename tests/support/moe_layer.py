@@ -1,5 +1,4 @@
-"""Bodies of the tests of nn.MoE that CPU and GPU worlds share: the layer over ranks against the
-whole layer on one device."""
+"""Shared by CPU and GPU tests: nn.MoE over ranks against the whole layer on one device."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ LIMIT = {"float32": 2e-5, "bfloat16": 3e-2}  # of the norm
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer; ``tokens`` of each rank."""
+    """Sizes of a layer; ``tokens`` is per rank."""
 
     tokens: tuple[int, ...]
     hidden: int = 16
     width: int = 8
-    experts: int = 2  # of a rank
+    experts: int = 2  # per rank
     topk: int = 2
     shared: int = 0
     normalize: bool = True
@@ -32,7 +31,7 @@ class Layer:
 
 
 def whole_state(layer: Layer, size: int) -> dict[str, torch.Tensor]:
-    """Of the layer with all experts, fp32."""
+    """Parameters of the layer with all experts, fp32."""
     generator = torch.Generator().manual_seed(11)
     number, h, i = layer.experts * size, layer.hidden, layer.width
     shapes = {
@@ -56,8 +55,8 @@ def whole_state(layer: Layer, size: int) -> dict[str, torch.Tensor]:
 def whole_layer(
     state: dict[str, torch.Tensor], x: torch.Tensor, layer: Layer, ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Plain torch, expert by expert, differentiable. ``ids``: choices made elsewhere, so that
-    rounding cannot change them."""
+    """The layer in plain torch, expert by expert, differentiable. ``ids`` are choices made
+    elsewhere, so that rounding cannot change them."""
     probabilities = softmax(linear(x, state["gate.weight"]), -1)
     ids = probabilities.topk(layer.topk, -1).indices if ids is None else ids
     weights = probabilities.gather(1, ids)
@@ -79,7 +78,7 @@ def whole_layer(
     return y
 
 
-def near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) -> None:
+def verify_near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) -> None:
     assert got is not None and got.shape == want.shape, (
         f"{what}: {None if got is None else tuple(got.shape)}"
     )
@@ -90,7 +89,7 @@ def near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) 
 
 
 def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None) -> None:
-    """Outputs and every gradient, and the names of the state_dict."""
+    """Check outputs, every gradient, and the names in the state_dict."""
     for layer in layers:
         what = f"rank {me.rank}, {layer}"
         dtype, state = getattr(torch, layer.dtype), whole_state(layer, me.world_size)
@@ -117,7 +116,7 @@ def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None
             ]
             x = draws[0].double().requires_grad_()
             ids = None
-            # as the module's own gate chooses, on the same device: near ties go by rounding
+            # as the gate of the module chooses, on the same device: rounding decides near ties
             if layer.dtype != "float32":
                 logits = linear(draws[0].to(me.device), state["gate.weight"].to(me.device, dtype))
                 ids = logits.float().softmax(-1).topk(layer.topk, -1).indices.cpu()
@@ -129,16 +128,16 @@ def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None
         x = xs[me.rank][1][0].to(me.device).requires_grad_()
         call = module if backend is None else torch.compile(module, fullgraph=True, backend=backend)
         y = call(x)
-        near(y, ys[me.rank].detach(), layer, f"{what}: output")
+        verify_near(y, ys[me.rank].detach(), layer, f"{what}: output")
         (y.float() * xs[me.rank][1][1].float().to(me.device)).sum().backward()
-        near(x.grad, xs[me.rank][0].grad, layer, f"{what}: of x")
+        verify_near(x.grad, xs[me.rank][0].grad, layer, f"{what}: of x")
         mine = slice(me.rank * layer.experts, (me.rank + 1) * layer.experts)
         for name, parameter in module.named_parameters():
             grad, want = parameter.grad, leaves[name].grad
             assert grad is not None and want is not None, f"{what}: {name}"
             if name.startswith("experts."):
-                near(grad, want[mine], layer, f"{what}: of {name}")
+                verify_near(grad, want[mine], layer, f"{what}: of {name}")
             else:
                 total = grad.float()
                 torch.distributed.all_reduce(total)
-                near(total, want, layer, f"{what}: of {name}")
+                verify_near(total, want, layer, f"{what}: of {name}")

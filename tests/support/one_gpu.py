@@ -1,15 +1,14 @@
-"""Ranks that share one GPU: ``pytest tests/multi --one-gpu`` runs the tests of GPU worlds where
-there is a single device.
+"""Ranks that share one GPU: ``pytest tests/multi --one-gpu`` runs the tests of GPU worlds on a
+single device.
 
-Each rank is a process with a context of its own, and the device runs one context at a time, a
-millisecond or two each. So a kernel that waits for a peer holds the device until its slice ends,
-and then the peer's runs: everything takes long and no time means anything, but kernels, signals,
-graphs and time-outs are the real ones.
+Each rank is a process with its own context, and the device runs one context at a time, for a
+millisecond or two each. So a kernel that waits for a peer occupies the device until its time slice
+ends, and then the kernel of the peer runs. Everything takes long and no time means anything, but
+kernels, signals, graphs and timeouts are the real ones.
 
-What two ranks on one device cannot have is replaced: torch's symmetric memory, by memory that CUDA
-IPC maps; NCCL, by gloo. Copies inside a device are kernels, and a kernel of ours that fills the
-device and waits for them would wait for ever: so ranks take the device for one of fewer
-multiprocessors.
+What two ranks on one device cannot have is replaced: torch's symmetric memory by memory that CUDA
+IPC maps, and NCCL by gloo. Copies within a device are kernels, and a kernel that fills the device
+and waits for them would never end. So ranks treat the device as one with fewer multiprocessors.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import tileweave.transport.cuda as cuda
 from tileweave.transport.rendezvous import MAPPED, Meeting
 
 BACKEND = "cpu:gloo,cuda:gloo"
-FREE = 8  # multiprocessors for copies
+FREE = 8  # multiprocessors left for copies
 
 
 class Mapped:
-    """Stands for torch's handle on symmetric memory: ``local`` and what its peers allocated."""
+    """Replaces torch's handle of symmetric memory: ``local`` and the allocations of the peers."""
 
     def __init__(self, rank: int, local: torch.Tensor, handles: list[Any]) -> None:
         self._of = [
@@ -51,7 +50,7 @@ class Mapped:
 
 
 def rendezvous(self: Meeting, local: torch.Tensor) -> Mapped:
-    """In place of :meth:`Meeting.rendezvous`."""
+    """Replaces :meth:`Meeting.rendezvous`."""
     mine = base64.b85encode(pickle.dumps(local.untyped_storage()._share_cuda_())).decode()
     texts = [text.partition("|")[2] for text in self.exchange(f"{MAPPED}|{mine}")]
     return Mapped(
@@ -60,7 +59,7 @@ def rendezvous(self: Meeting, local: torch.Tensor) -> Mapped:
 
 
 def install() -> None:
-    """In a rank, before it joins its world."""
+    """Called in a rank before it joins its world."""
     describe = cuda.describe
     cuda.describe = lambda index: replace(describe(index), num_sms=describe(index).num_sms - FREE)  # type: ignore[assignment]
     cuda.symm_mem = SimpleNamespace(empty=torch.empty)  # type: ignore[assignment]

@@ -1,7 +1,6 @@
-"""Bodies of the tests that CPU and GPU worlds share: fused calls against fp64, under every kind of
-disturbance.
+"""Shared by CPU and GPU tests: fused calls against fp64, under every kind of disturbance.
 
-Their cases and their oracle, for all matmul operators alike, stand in ``matmul_cases.py``.
+``matmul_cases.py`` has the cases and the oracle of all matmul operators.
 """
 
 from __future__ import annotations
@@ -31,15 +30,16 @@ from tileweave.transport.workspace import Instance
 
 @contextmanager
 def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) -> Iterator[None]:
-    """Give the kernels ``count`` programs, as if the device had that many multiprocessors (None: as
-    it is)."""
+    """Give the kernels ``count`` programs, as if the device had that many multiprocessors (None:
+    unchanged)."""
     workspace = workspace_of(name_of(group), device)
     before = workspace.transport.machine
 
     def become(machine: Machine) -> None:
         workspace.transport.machine = machine
         for instance in workspace.instances.values():
-            instance.cache.clear()  # what calls of one shape share depends on the machine
+            # what calls of one shape share depends on the number of multiprocessors
+            instance.cache.clear()
 
     if count is not None:
         become(replace(before, num_sms=count))
@@ -50,7 +50,7 @@ def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) 
 
 
 def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
-    """The fused kernel with this configuration, whatever the plan would say."""
+    """Run the fused kernel with this config instead of the planned one."""
     plan, name, o = Plan("fused", "a test asks for it", config), name_of(group), call.operands
     run_fused = import_module(
         f"tileweave.ops.matmul.{AG if call.case.op == IN else call.case.op}_fused"
@@ -80,10 +80,11 @@ def instance_of(
 
 
 def poison_slots(instance: Instance, marked: bool) -> None:
-    """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls.
+    """Fill the slots of this rank with bytes that are NaN in every dtype. Collective, between
+    calls.
 
-    Slots whose data announces itself (``marked``, see ``device/triton/self_signaling.py``) have to
-    be zero between calls instead.
+    Slots of self-signaling data (``marked``, see ``device/triton/self_signaling.py``) must be zero
+    between calls instead.
     """
     instance.transport.synchronize()
     instance.transport.barrier()
@@ -97,7 +98,8 @@ def poison_slots(instance: Instance, marked: bool) -> None:
 
 
 def pause(device: torch.device, seconds: float) -> None:
-    """Hold up this rank: its device where it has one, behind what is queued; else its process."""
+    """Delay this rank: its device if it has one, after the work that is queued, else its
+    process."""
     if device.type == "cuda":
         torch.cuda._sleep(int(seconds * 1.5e9))
     else:
@@ -110,8 +112,8 @@ def pause(device: torch.device, seconds: float) -> None:
 def parity(
     me: Member, cases: list[Case], config: MatmulConfig, num_programs: int | None = None
 ) -> None:
-    """Each case with poisoned slots and results; the first also before there are any slots to
-    poison."""
+    """Run each case with poisoned slots and results. Run the first one also before there are slots
+    to poison."""
     group = dist.group.WORLD
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
@@ -124,7 +126,7 @@ def parity(
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config!r}, programs {num_programs}, call {number}")
             instance = instance_of(group, me.device, case.op, config)
-            # of a one-shot norm: the word behind the count is an epoch
+            # of a one-shot norm: the word after the count is an epoch
             gate = int(config.shots == 1 and case.op == AR)
             assert not instance.counters[: instance.counters.numel() - gate].any(), (
                 "counters are zero between calls"
@@ -141,11 +143,11 @@ def many_calls(
     num_programs: int | None = None,
     stall: Callable[[float, int], object] | None = None,
 ) -> None:
-    """``count`` calls of changing shape; in each one rank comes ``seconds`` late, in turn. Checks
-    come after all calls.
+    """Make ``count`` calls of changing shape. In each, a different rank is ``seconds`` late. All
+    checks follow the last call.
 
-    ``stall(seconds, n)``: a context that holds this rank up inside the call; the others run ahead
-    as far as they may.
+    ``stall(seconds, n)`` is a context that delays this rank inside the call, while the others run
+    ahead as far as they can.
     """
     group = dist.group.WORLD
     order = random.Random(7)
@@ -169,10 +171,10 @@ def many_calls(
 
 
 def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
-    """The epoch passes 2**31 - 1: signals wrap to negative numbers and waits must not notice."""
+    """The epoch passes 2**31 - 1. Signals wrap to negative numbers, which must not affect waits."""
     group, case = dist.group.WORLD, case.fit(config)
     call = prepare(case, me.rank, me.world_size, me.device, 0)
-    run(call, group, config)  # now there are slots
+    run(call, group, config)  # now slots are allocated
     instance = instance_of(group, me.device, case.op, config)
     instance.transport.synchronize()
     instance.transport.barrier()
@@ -186,7 +188,7 @@ def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
         call.verify(f"rank {me.rank}, call {n} around the wrap")
     instance.transport.synchronize()
     epoch = int(instance.control[EPOCH])
-    assert epoch == -(2**31) + 3, f"the epoch stands at {epoch}"
+    assert epoch == -(2**31) + 3, f"the epoch is {epoch}"
     instance.transport.barrier()
     tw.close()
 
@@ -194,14 +196,14 @@ def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
 def two_groups(
     me: Member, members: list[int], case: Case, config: MatmulConfig, count: int
 ) -> None:
-    """The world and a sub-group in alternation, also on two streams; each with an epoch of its
-    own."""
+    """Call on the world and on a subgroup alternately, also on two streams. Each has its own
+    epoch."""
     world, part = dist.group.WORLD, me.group(*members)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if me.device.type == "cuda" else None
     done: list[tuple[str, Call]] = []
     for n in range(count):
         for which, group in enumerate((world, part)):
-            # the sub-group has fewer calls than the world
+            # the subgroup has fewer calls than the world
             if group is None or (which == 1 and n % 3 == 2):
                 continue
             rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -222,7 +224,7 @@ def two_groups(
 
 
 def subgroup(me: Member, members: list[int], case: Case, config: MatmulConfig) -> None:
-    """Only a sub-group calls; ranks of the group are not ranks of the world."""
+    """Only a subgroup calls. Ranks in the group differ from ranks in the world."""
     group = me.group(*members)
     if group is not None:
         for n in range(3):

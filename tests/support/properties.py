@@ -1,8 +1,8 @@
-"""What the property-based tests share: strategies, operands in awkward memory, and the judge of a
-result.
+"""Shared by property-based tests: strategies, operands with unusual alignment and strides, and the
+check of a result.
 
-Hypothesis draws in the process of the tests; a world of two makes each call. Examples are few,
-since kernels are interpreted, and are not shrunk, since a world is slow.
+Hypothesis draws in the test process, and a world of two makes each call. Examples are few, since
+kernels are interpreted, and are not shrunk, since a world is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tileweave as tw
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 65504.0)
-Planted = tuple[tuple[int, int, float], ...]  # (rank, place, value)
+Planted = tuple[tuple[int, int, float], ...]  # (rank, index, value)
 
 sizes = st.one_of(st.integers(0, 3), st.integers(4, 40))
 dtypes = st.sampled_from(sorted(TOLERANCE))
@@ -33,8 +33,8 @@ planted = st.lists(
 
 
 def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None]) -> None:
-    """``check`` of ``count`` examples, the same ones each time; of TILEWEAVE_PROPERTIES times as
-    many, for a longer search."""
+    """Run ``check`` on ``count`` examples, the same ones each time, or on TILEWEAVE_PROPERTIES
+    times as many for a longer search."""
     few = settings(
         max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")),
         deadline=None,
@@ -47,8 +47,8 @@ def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None
 
 
 def in_world(world: World, function: Callable[[Member, Any], None]) -> Callable[[Any], None]:
-    """A check: ``function`` finds nothing wrong on any rank. A world ends with an exception, and
-    there are more examples."""
+    """A check that ``function`` reports no error on any rank. An exception ends a world, and there
+    are more examples."""
 
     def check(example: Any) -> None:
         found = world.run(attempt, function.__module__, function.__name__, example)
@@ -67,9 +67,9 @@ def attempt(me: Member, module: str, name: str, example: object) -> str:
     return ""
 
 
-def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
-    """``values`` in memory that starts ``offset`` elements late, with ``gap`` elements between rows
-    if it is a matrix."""
+def with_gaps(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
+    """``values`` in memory that starts at element ``offset``, with ``gap`` elements between rows if
+    it is a matrix."""
     rows, cols = values.shape if values.dim() == 2 else (1, values.numel())
     storage = torch.empty(offset + rows * (cols + gap) + 1, dtype=values.dtype)
     storage.fill_(float("nan") if values.is_floating_point() else -99)
@@ -81,21 +81,21 @@ def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
     )
 
 
-def plant(tensors: list[torch.Tensor], what: Planted) -> None:
-    """Values at places of the ranks' tensors, which are contiguous."""
+def write_special_values(tensors: list[torch.Tensor], what: Planted) -> None:
+    """Write values at indices of the tensors of the ranks, which are contiguous."""
     for owner, place, value in what:
         if tensors[owner].numel():
             tensors[owner].view(-1)[place % tensors[owner].numel()] = value
 
 
-def judge(
+def check_result(
     got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tensor | None = None
 ) -> None:
-    """``got`` is ``want`` (fp64) as its dtype holds it: NaN and infinities where they must be, and
-    nowhere else.
+    """Check that ``got`` is ``want`` (fp64) within its dtype: NaN and infinities where they must
+    be, and nowhere else.
 
-    ``parts`` [parts, ...]: what was rounded before it was added. Where one of them is finite, and
-    the dtype cannot hold it, nothing is asked of the sum.
+    ``parts`` [parts, ...] are values that were rounded before they were added. Where one of them is
+    finite but exceeds the dtype, the sum is not checked.
     """
     assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
     limit, name = torch.finfo(got.dtype).max, str(got.dtype).removeprefix("torch.")
@@ -127,12 +127,12 @@ def scale_of(*tensors: torch.Tensor | None) -> float:
 
 @dataclass(frozen=True)
 class Example:
-    """One call. ``rows``: of a shard of x or y, or of all for an all-reduce; ``cols``, ``depth``:
-    of a rank.
+    """One call.
 
-    ``between``: a dimension between rows and columns (0: none). ``offset``: elements by which x, w,
-    the results start off a 16-byte boundary; ``gap``: between rows of w. ``second``: ask for the
-    second result: gathered input, or norm.
+    ``rows`` are those of a shard of x or y, or all rows for an all-reduce. ``cols`` and ``depth``
+    are per rank. ``between`` is the size of a dimension between rows and columns (0: none).
+    ``offset`` is by how many elements x, w and the results are off a 16-byte boundary. ``gap`` is
+    between rows of w. ``second`` asks for the second result: gathered input, or norm.
     """
 
     op: str
@@ -155,7 +155,7 @@ class Example:
 
     @property
     def inner(self) -> int:
-        """Rows of the matrix behind one row of x."""
+        """Rows of the matrix per row of x."""
         return max(self.between, 1)
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -190,8 +190,8 @@ def examples(op: str) -> st.SearchStrategy[Example]:
 
 @dataclass
 class Drawn:
-    """Matrices of one call: x and w of every rank, what all ranks share, and the result in fp64
-    with its parts."""
+    """Matrices of one call: x and w of every rank, shared operands, and the result in fp64 with its
+    parts."""
 
     x: list[torch.Tensor]
     w: list[torch.Tensor]
@@ -207,7 +207,7 @@ def drawn(example: Example, rank: int, size: int) -> Drawn:
     rows, generator = e.x_rows(size) * e.inner, torch.Generator().manual_seed(1)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x = [random(rows, e.depth).to(dtype) for _ in range(size)]
-    plant(x, e.planted)
+    write_special_values(x, e.planted)
     w = [random(e.cols, e.depth).div(max(e.depth, 1) ** 0.5).to(dtype) for _ in range(size)]
     biases = [random(e.cols).to(dtype) for _ in range(size)]
     bias = biases[rank if e.op == AG else 0] if e.bias else None
@@ -227,7 +227,7 @@ def drawn(example: Example, rank: int, size: int) -> Drawn:
         mine = slice(rank * e.rows * e.inner, (rank + 1) * e.rows * e.inner)
         want, parts = want[mine], parts[:, mine] if parts is not None else None
     if residual is not None and parts is not None:
-        # unfused, the sum is rounded before the residual comes
+        # unfused, the sum is rounded before the residual is added
         parts = torch.cat([parts, want[None]])
         want = want + residual.double()
     return Drawn(x, w, bias, residual, norm_weight, want, parts)
@@ -237,16 +237,16 @@ def check_call(me: Member, example: Example) -> None:
     e, d = example, drawn(example, me.rank, me.world_size)
     at_x, at_w, at_out = e.offset
     out_rows = d.want.shape[0] // e.inner
-    x = placed(d.x[me.rank].view(e.shape(e.x_rows(me.world_size), e.depth)).contiguous(), at_x)
-    w = placed(d.w[me.rank], at_w, e.gap)
-    blank = lambda: placed(  # noqa: E731
+    x = with_gaps(d.x[me.rank].view(e.shape(e.x_rows(me.world_size), e.depth)).contiguous(), at_x)
+    w = with_gaps(d.w[me.rank], at_w, e.gap)
+    blank = lambda: with_gaps(  # noqa: E731
         torch.full(e.shape(out_rows, e.cols), float("nan"), dtype=x.dtype), at_out
     )
     options: dict[str, Any] = {"out": blank()} if e.into else {}
     if e.op == AG:
         options["return_gathered"] = e.second
     if d.residual is not None:
-        options["residual"] = placed(
+        options["residual"] = with_gaps(
             d.residual.view(e.shape(e.x_rows(me.world_size), e.cols)), at_w
         )
     if d.norm_weight is not None:
@@ -264,25 +264,25 @@ def check_call(me: Member, example: Example) -> None:
     scale = scale_of(*d.x, d.residual)
     flat = y.reshape(d.want.shape)
     if not e.second:
-        return judge(flat, d.want, scale, d.parts)
+        return check_result(flat, d.want, scale, d.parts)
     assert second is not None
     if e.op == AG:
-        judge(flat, d.want, scale)
+        check_result(flat, d.want, scale)
         assert torch.equal(
             second.reshape(-1).view(torch.uint8), torch.cat(d.x).view(-1).view(torch.uint8)
         ), "bit by bit"
         return None
     kept = second.reshape(d.want.shape)
-    judge(kept, d.want, scale, d.parts)
+    check_result(kept, d.want, scale, d.parts)
     assert d.norm_weight is not None
-    k = kept.double()  # the norm is of the sum as it was rounded
+    k = kept.double()  # the input of the norm is the rounded sum
     normed = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + EPS) * d.norm_weight.double()
-    return judge(flat, normed, scale_of(normed))
+    return check_result(flat, normed, scale_of(normed))
 
 
-def aliases(me: Member, example: tuple[str, str, int]) -> str:
-    """``out=`` in the storage of an input, overlapping or beside it: what the error says ("": there
-    is none)."""
+def alias_error(me: Member, example: tuple[str, str, int]) -> str:
+    """Pass ``out=`` in the storage of an input, overlapping or not. Return the error, "" if there
+    is none."""
     op, which, shift = example
     rows = 4
     storage = torch.zeros(4096)

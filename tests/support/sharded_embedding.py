@@ -1,5 +1,5 @@
-"""Bodies of the tests that CPU and GPU worlds share: indices that travel to the owners of their
-tables, and the module."""
+"""Shared by CPU and GPU tests: indices that are sent to the owners of their tables, and the
+module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tileweave as tw
 def distribution(
     me: Member, features: list[list[int]], count: int, samples: int, weighted: bool
 ) -> None:
-    """Every rank rebuilds what it must get from all ranks' jagged tensors."""
+    """Every rank computes what it must receive from the jagged tensors of all ranks."""
 
     def jagged(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(rank + 5)
@@ -44,8 +44,8 @@ def distribution(
 
 
 def sharded_embedding_bag(me: Member, optimizer: str | None) -> None:
-    """The module against whole nn.EmbeddingBag tables on one device: outputs and the tables after
-    steps."""
+    """Compare the module with whole nn.EmbeddingBag tables on one device: outputs, and the tables
+    after steps."""
     from tileweave.nn import ShardedEmbeddingBag
 
     specs = [tw.TableSpec("a", 11, 8, 2), tw.TableSpec("b", 7, 16, 40), tw.TableSpec("c", 30, 4, 1)]

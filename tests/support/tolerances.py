@@ -1,8 +1,8 @@
-"""Comparing results with what is expected, and how near they have to be.
+"""Compare results with expected values, within tolerances.
 
-``assert_near`` does what ``torch.testing.assert_close`` does. That one imports all of
-``torch.distributed.tensor`` at its first call: more than half a second in every process of every
-world.
+``assert_near`` does what ``torch.testing.assert_close`` does. The latter imports all of
+``torch.distributed.tensor`` at its first call, which takes more than half a second in every process
+of every world.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 def assert_near(
     got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float, what: str
 ) -> None:
-    """|got - want| <= absolute + relative |want|, of tensors that are alike; infinities equal, NaN
-    near nothing."""
+    """Assert |got - want| <= absolute + relative |want|, of tensors with the same shape and dtype.
+    Infinities are equal, and NaN differs from everything."""
     assert got.shape == want.shape, (
         f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     )
@@ -45,8 +45,8 @@ def assert_near(
 def assert_norm_near(
     got: torch.Tensor | None, want: torch.Tensor, relative: float, what: str
 ) -> None:
-    """|got - want| <= relative |want|, in Frobenius norms, of tensors of one shape; ``got`` of any
-    dtype and device."""
+    """Assert |got - want| <= relative |want|, in Frobenius norms, of tensors of one shape. ``got``
+    has any dtype and device."""
     assert got is not None, f"{what}: there is none"
     assert got.shape == want.shape, (
         f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"

@@ -1,13 +1,13 @@
-"""Worlds of ranks, one process each, that tests send functions into.
+"""Worlds of ranks, one process each, that run functions sent by tests.
 
-A world starts once in a test session, for its backend and size, and serves every test: starting
+A world is started once in a test session, for its backend and size, and serves every test: starting
 costs seconds, a job costs milliseconds. ``world.run(function, *args)`` calls ``function(me,
-*args)`` on every rank, ``me`` a :class:`Member`, and returns what the ranks returned; the function
-is found by its name, so it stands at the top level of its module.
+*args)`` on every rank, ``me`` a :class:`Member`, and returns the results of all ranks. The function
+is found by its name, so it must be at the top level of its module.
 
-A rank that raises, dies, or is not done in time fails the test with what every rank has to say, and
-ends the world: the next test gets a fresh one. What is meant to end in a dead rank, or in a signal
-that never comes, runs in a world of its own: :func:`one_shot`.
+A rank that raises, dies, or is not done in time fails the test with the output of every rank, and
+ends the world: the next test gets a new one. Tests that end with a dead rank, or with a signal that
+never arrives, run in their own world: :func:`one_shot`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ import torch.distributed as dist
 from tests.support.fork_server import Forked, server
 
 ROOT = Path(__file__).parents[2]
-# what a wait of the library may last; on GPUs ranks also compile meanwhile
+# limit of a wait in tileweave; on GPUs ranks also compile in that time
 WAIT_SECONDS = {"gloo": "20", "nccl": "60"}
 START_SECONDS = 90
 # in the environment: ranks of GPU worlds share device 0 (one_gpu.py)
 ON_ONE_GPU = "WORLD_ON_ONE_GPU"
-LAST_WORDS = 6000  # characters of a rank's output that a failure shows
+LAST_WORDS = 6000  # characters of output per rank that a failure shows
 
 
 @dataclass
 class Member:
-    """What a function that runs in a world knows: its rank, the size, its device, and
-    sub-groups."""
+    """What a function in a world gets: its rank, the size, its device, and subgroups."""
 
     rank: int
     world_size: int
@@ -52,8 +51,7 @@ class Member:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def group(self, *ranks: int) -> dist.ProcessGroup | None:
-        """The group of these ranks, None on others. Collective over the world when it is first
-        asked for."""
+        """The group of these ranks, None on others. Collective over the world at the first call."""
         if ranks not in self.groups:
             self.groups[ranks] = dist.new_group(list(ranks))
         return self.groups[ranks] if self.rank in ranks else None
@@ -117,7 +115,7 @@ def _join(rank: int, world_size: int, backend: str, device: torch.device, port: 
             backend = one_gpu.BACKEND
         else:
             options["device_id"] = device
-    # a first call's imports would make ranks late where waits are short
+    # imports in a first call would make ranks late where waits are short
     if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("tileweave.kernels.all_gather.triton")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
@@ -128,13 +126,13 @@ def _join(rank: int, world_size: int, backend: str, device: torch.device, port: 
 
 
 def gpu_ranks() -> int:
-    """Of how many ranks a world of GPUs may be here."""
+    """How many ranks a world of GPUs may have here."""
     return int(os.environ.get(ON_ONE_GPU, 0)) or torch.cuda.device_count()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says at the end of a job: the value, or a traceback."""
+    """What a rank sends at the end of a job: the value, or a traceback."""
 
     ok: bool
     value: object
@@ -154,8 +152,8 @@ class Outcome:
 
 
 def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank: interpreted kernels and short waits on the CPU, no leftovers of the
-    shell."""
+    """Environment variables of a rank: interpreted kernels and short waits on the CPU, nothing
+    inherited from the shell."""
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))
     }
@@ -172,13 +170,13 @@ def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 class World:
     """``size`` ranks over ``backend``: "gloo" on the CPU, "nccl" on GPUs. Started when needed, and
-    after a failure."""
+    again after a failure."""
 
     def __init__(self, backend: str, size: int, extra: Mapping[str, str] | None = None) -> None:
         self.backend, self.size = backend, size
         extra = extra or {"WORLD_ENDS_WELL": "1"}
         self._environment = environment_for(backend, extra)
-        # Imports read none of these variables. Ranks on GPUs keep processes of their own.
+        # Imports read none of these variables. Ranks on GPUs are processes of their own.
         late = all(name.startswith(("TILEWEAVE_", "WORLD_")) for name in extra)
         self._forks = late and backend == "gloo" and sys.platform == "linux"
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -187,12 +185,12 @@ class World:
         self._store: dist.TCPStore | None = None
 
     def run(self, function: Callable[..., object], *args: object, timeout: float = 60.0) -> list:
-        """``function(me, *args)`` on every rank; the values, by rank."""
+        """Run ``function(me, *args)`` on every rank. Return the values by rank."""
         try:
             self.start()
             self._send(function, args)
             answers = self._collect(time.monotonic() + timeout, grace=3.0)
-        except BaseException:  # also a time-out of pytest's own: no rank may outlive the test
+        except BaseException:  # also at a timeout of pytest: no rank may outlive the test
             self.kill()
             raise
         if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
@@ -205,8 +203,8 @@ class World:
     def run_to_the_end(
         self, function: Callable[..., object], *args: object, timeout: float
     ) -> list[Outcome]:
-        """As :meth:`run`, but a rank may raise or die; then every rank exits by itself. How each
-        ended, by rank."""
+        """As :meth:`run`, but a rank may raise or die. Every rank then exits by itself. Return how
+        each ended, by rank."""
         deadline = time.monotonic() + timeout
         try:
             self.start()
@@ -264,7 +262,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Let the ranks go home; whoever stays is ended."""
+        """Let the ranks exit; kill those that do not."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 20
@@ -288,8 +286,8 @@ class World:
             pipe.send((function.__module__, function.__qualname__, args))
 
     def _collect(self, deadline: float, grace: float) -> dict[int, Answer]:
-        """Answers by rank until all are there or time is up; ``grace`` seconds after the first that
-        is not good."""
+        """Collect answers by rank, until all have arrived or time is up; for ``grace`` seconds
+        after the first failure."""
         answers: dict[int, Answer] = {}
         while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
@@ -305,7 +303,7 @@ class World:
 
     def _fail(self, what: str, answers: dict[int, Answer]) -> None:
         silent = [rank for rank in range(self.size) if rank not in answers]
-        for rank in silent:  # who is still at work writes down where
+        for rank in silent:  # ranks that are still running write down where
             if self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5 if silent else 0.0)
@@ -343,7 +341,7 @@ def one_shot(
     extra: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> list[Outcome]:
-    """Run ``function`` in a world of its own until every process has ended by itself; how each
+    """Run ``function`` in its own world until every process has ended by itself. Return how each
     ended, by rank."""
     world = World(backend, size, extra or {"WORLD_ENDS_WELL": "0"})
     return world.run_to_the_end(function, *args, timeout=timeout)
