@@ -135,7 +135,7 @@ def test_hopper_kernel_limits_choices_per_token(tokens: int) -> None:
         and "Hopper" not in most.reason
     )
     assert beyond.path == "fused" and beyond.config is not None and beyond.config.kernel == "triton"
-    assert "k = 256" in beyond.reason and "255 rows of a token" in beyond.reason
+    assert "k = 256" in beyond.reason and "255 rows per token" in beyond.reason
 
 
 def test_a_peer_that_stops_calling() -> None:

@@ -253,7 +253,7 @@ def found_with_a_paused_rank(forgets: str = "") -> list[str]:
         module.leave_early = then_pause(module.leave_early)
     embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
     if forgets:
-        setattr(embedding_gradient, forgets, lambda first, *_: first)
+        setattr(embedding_gradient, forgets, lambda peers, number, *_: number)
     found = []
     with exploring() as enter:
         for scenario, seed in product(PAUSED[-1:] if forgets else PAUSED, range(4)):

@@ -160,7 +160,11 @@ MUTANTS: tuple[Mutant, ...] = (
         PARTITIONS,
     ),
     Mutant(
-        "tickets: one counter", TASKS, "TICKETS + late * MAX_SLICES", "TICKETS + late * 0", PARTITIONS
+        "tickets: one counter",
+        TASKS,
+        "TICKETS + late * MAX_SLICES",
+        "TICKETS + late * 0",
+        PARTITIONS,
     ),
     Mutant(
         "tickets: lists are counted without a release",

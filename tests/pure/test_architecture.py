@@ -50,6 +50,7 @@ MAY_PRINT = ("commands", "bench")
 
 MAX_FILE_LINES = 650
 MAX_FUNCTION_LINES = 160
+MAX_PARAMETERS = 25
 MEANINGLESS = re.compile(r"^_*fast_|(^|_)v\d+$|(^|_)(utils?|helpers?|misc)(_|$)")
 
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -204,6 +205,15 @@ def functions_are_short(source: Source) -> Iterator[Violation]:
             yield node.lineno, f"{node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
 
 
+def lists_are_short(source: Source) -> Iterator[Violation]:
+    for node in functions(source):
+        found = node.args
+        parameters = [*found.posonlyargs, *found.args, *found.kwonlyargs]
+        count = len(parameters) + sum(one is not None for one in (found.vararg, found.kwarg))
+        if count > MAX_PARAMETERS:
+            yield node.lineno, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}"
+
+
 def only_commands_print(source: Source) -> Iterator[Violation]:
     if not source.is_in(MAY_PRINT):
         for node in source.nodes:
@@ -276,6 +286,7 @@ RULES: tuple[Rule, ...] = (
     facts_are_device_free,
     files_are_short,
     functions_are_short,
+    lists_are_short,
     only_commands_print,
     asserts_say_why,
     excepts_are_narrow,
@@ -305,6 +316,7 @@ def test_files_of_tests_and_examples_are_short(folder: str) -> None:
 
 # --- Each rule finds violations, and accepts sound code ---
 
+LIST = ", ".join(f"a{number}" for number in range(MAX_PARAMETERS))  # as long as allowed
 BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "transport.cuda", "from tileweave.device import signal"),
     (imports_go_down, "device.signal", "import tileweave.transport.interface"),
@@ -334,6 +346,12 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (facts_are_device_free, "planning.matmul", "class Config:\n    import torch.cuda"),
     (files_are_short, "ops.registry", "\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ops.registry", "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES),
+    (lists_are_short, "kernels.matmul_all_reduce", f"def long({LIST}, one_more): ..."),
+    (lists_are_short, "ops.registry", f"def long({LIST}, *rest): ..."),
+    (lists_are_short, "ops.registry", f"def long({LIST}, **options): ..."),
+    (lists_are_short, "ops.registry", f"def long({LIST}, /, *, by_name): ..."),
+    (lists_are_short, "nn.linear", f"class A:\n    async def long(self, {LIST}): ..."),
+    (lists_are_short, "nn.linear", f"def outer():\n    def inner({LIST}, x=1): ..."),
     (only_commands_print, "ops.registry", "def f():\n    print(1)"),
     (only_commands_print, "commandments", "print(1)"),
     (asserts_say_why, "ops.registry", "assert x"),
@@ -380,6 +398,7 @@ SOUND = {
         "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n"
         "    raise"
     ),
+    "ops.spec": f"def long({LIST}): ...\nlong({LIST}, {LIST})",
     "bench.run": "import tileweave as tw\nfrom tileweave import OPERATORS, ops\nprint(tw)",
     "commands.app": (
         "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ..."

@@ -176,7 +176,9 @@ def test_unsteady_times_are_left_out_by_their_repeats() -> None:
             cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused"
         )
         late = replace(cell, repeats=(1.0, 1.0, 1.0, 1.2, 1.2))
-        assert merge_runs([late]) == ([], [late]) and merge_runs([replace(late, seconds=9.0)])[0] == []
+        assert (
+            merge_runs([late]) == ([], [late]) and merge_runs([replace(late, seconds=9.0)])[0] == []
+        )
         # a median is robust against one late run
         once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))
         assert len(merge_runs([once])[0]) == 1
