@@ -51,6 +51,7 @@ MAY_PRINT = ("commands", "bench")
 MAX_FILE_LINES = 650
 MAX_FUNCTION_LINES = 160
 MAX_PARAMETERS = 25
+HIDDEN = ("values", "type")  # attributes of Triton's tuples
 MEANINGLESS = re.compile(r"^_*fast_|(^|_)v\d+$|(^|_)(utils?|helpers?|misc)(_|$)")
 
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -214,6 +215,18 @@ def lists_are_short(source: Source) -> Iterator[Violation]:
             yield node.lineno, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}"
 
 
+def fields_are_free_in_triton(source: Source) -> Iterator[Violation]:
+    """Triton's own tuples have attributes of these names, which hide a field (Triton 3.6)."""
+    if source.is_in(("kernels", "device")):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).endswith("NamedTuple") for base in node.bases
+            ):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) in HIDDEN:
+                        yield field.lineno, f"{node.name}.{ast.unparse(field.target)}: another name"
+
+
 def only_commands_print(source: Source) -> Iterator[Violation]:
     if not source.is_in(MAY_PRINT):
         for node in source.nodes:
@@ -287,6 +300,7 @@ RULES: tuple[Rule, ...] = (
     files_are_short,
     functions_are_short,
     lists_are_short,
+    fields_are_free_in_triton,
     only_commands_print,
     asserts_say_why,
     excepts_are_narrow,
@@ -346,6 +360,11 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (facts_are_device_free, "planning.matmul", "class Config:\n    import torch.cuda"),
     (files_are_short, "ops.registry", "\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ops.registry", "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES),
+    (
+        fields_are_free_in_triton,
+        "kernels.sums",
+        "class Target(NamedTuple):\n    base: Any\n    values: Any",
+    ),
     (lists_are_short, "kernels.matmul_all_reduce", f"def long({LIST}, one_more): ..."),
     (lists_are_short, "ops.registry", f"def long({LIST}, *rest): ..."),
     (lists_are_short, "ops.registry", f"def long({LIST}, **options): ..."),
