@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.pure.test_workspace import OP, NotingTransport
 
-from tileweave.ops.core.registry import push_beside
+from tileweave.ops.core.registry import push_with_launch
 from tileweave.transport import protocol
 from tileweave.transport.interface import Copies
 from tileweave.transport.workspace import Instance
@@ -70,9 +70,7 @@ def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)]
 )
-def test_who_joins_copies_beside_a_kernel(
-    device: str, capturing: bool, joins: int
-) -> None:
+def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: int) -> None:
     """A capture wants every stream joined that it forked; a kernel on a device ends behind the
     copies anyway."""
     transport = NotingTransport()
@@ -82,7 +80,7 @@ def test_who_joins_copies_beside_a_kernel(
         SimpleNamespace(transport=transport, calls=1, launched=lambda: said.append("launched")),
         [],
     )
-    push_beside(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
+    push_with_launch(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
     assert said == ["launch", "launched"] and instance.calls == 2
     assert transport.events == ["join"] * joins
 
@@ -98,7 +96,7 @@ def test_a_launch_that_fails_is_joined_and_not_counted(device: str) -> None:
     transport.push = fails  # type: ignore[method-assign]
     instance = SimpleNamespace(transport=transport, calls=1, launched=lambda: None)
     with pytest.raises(MemoryError):
-        push_beside(instance, lambda: None, Copies([]), 0, False)  # type: ignore[arg-type]
+        push_with_launch(instance, lambda: None, Copies([]), 0, False)  # type: ignore[arg-type]
     assert transport.events == ["join"] and instance.calls == 1
 
 

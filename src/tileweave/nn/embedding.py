@@ -15,7 +15,7 @@ from torch import nn
 from tileweave.errors import require
 from tileweave.nn.linear import draw_seed, generator_of
 from tileweave.ops.core.collectives import exchange_numbers
-from tileweave.ops.core.registry import group_of, name_of, place_in
+from tileweave.ops.core.registry import group_of, name_of, rank_and_size
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding.inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
@@ -115,7 +115,7 @@ class ShardedEmbeddingBag(nn.Module):
         super().__init__()
         _check_options(mode, dtype, out_dtype or dtype, optimizer, learning_rate, epsilon)
         self.group_name = name_of(group)
-        self.rank, self.world_size = place_in(self.group_name)
+        self.rank, self.world_size = rank_and_size(self.group_name)
         self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
         fits = self.plan.world_size == self.world_size and self.plan.tables == tuple(tables)
         require(

@@ -115,7 +115,7 @@ def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.
         else x.view(rows, size, cols).transpose(0, 1).contiguous()
     )
     return exchange_parts(
-        parts, how, None, lambda got: collectives.all_to_all_alike(got, parts, group)
+        parts, how, None, lambda got: collectives.all_to_all_equal(got, parts, group)
     )
 
 
@@ -153,7 +153,7 @@ def matmul_all_to_all(
         return _multiply(x, w, bias, out)
     parts = product_in_parts(x, w, bias, how, size)
     return exchange_parts(
-        parts, how, out, lambda got: collectives.all_to_all_alike(got, parts, group)
+        parts, how, out, lambda got: collectives.all_to_all_equal(got, parts, group)
     )
 
 

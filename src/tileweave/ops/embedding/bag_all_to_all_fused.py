@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tileweave.errors import CaptureError
-from tileweave.ops.core.collectives import out_of_line
-from tileweave.ops.core.registry import endpoint, number_of, push_beside, workspace_of
+from tileweave.ops.core.collectives import leave_launch_order_of
+from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, workspace_of
 from tileweave.ops.embedding.table_gradient import keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
@@ -102,7 +102,7 @@ def run_fused(
         launch(meta, indices, offsets, weights, region)
     finally:
         instance.launched()
-    out_of_line(indices)
+    leave_launch_order_of(indices)
     first = region * peers.slot_size
     place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
     if out is not None:
@@ -247,7 +247,7 @@ def begin_push(
     if carrier == "copy_engine":
         copies = _copies(instance, layout, batch, grad.element_size())
         beside = partial(
-            push_beside, instance, copies=copies, given=grad.data_ptr(), capturing=capturing
+            push_with_launch, instance, copies=copies, given=grad.data_ptr(), capturing=capturing
         )
         # a copy engine may want multiprocessors for what stays on its device
         if own and dims[rank]:
@@ -346,7 +346,7 @@ def end_push(push: Push, group_name: str) -> None:
     report what ran out of time."""
     if not push.grad.is_cuda and push.concurrently is None:  # with copies the launch has looked
         workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
-    out_of_line(push.grad)
+    leave_launch_order_of(push.grad)
 
 
 def pieces_of(

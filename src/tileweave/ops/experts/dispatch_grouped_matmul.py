@@ -39,7 +39,7 @@ from tileweave.ops.core.registry import (
     log_fallback,
     machine_of,
     name_of,
-    place_in,
+    rank_and_size,
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
@@ -183,7 +183,7 @@ def _check_call(
 
 def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
     """The plan of these ids [T, k], by the operator ``route_tokens``. ``experts``: of a rank."""
-    rank, size = place_in(name)
+    rank, size = rank_and_size(name)
     table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
     return RoutingPlan(
         table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name
@@ -194,7 +194,7 @@ def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) 
 
 
 def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
-    rank, size = place_in(group_name)
+    rank, size = rank_and_size(group_name)
     if debugging():
         signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts}
         check = partial(_check_routing, topk_ids, experts, max_tokens, size, True)
@@ -248,7 +248,7 @@ def _check_routing(
 def _route_fake(
     topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str
 ) -> torch.Tensor:
-    begins, _ = layout_of(place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
+    begins, _ = layout_of(rank_and_size(group_name)[1], max_tokens, topk_ids.shape[1], experts)
     return topk_ids.new_empty(begins[-1], dtype=torch.int32)
 
 
@@ -443,7 +443,7 @@ def explain(
     if plan is None:
         most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]  # type: ignore[union-attr]
         plan = RoutingPlan(
-            x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *place_in(name)
+            x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *rank_and_size(name)
         )
     return plan_call(experts, plan)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import place_in
+from tileweave.ops.core.registry import rank_and_size
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 _WORDS = 4  # fields begin at multiples of 16 bytes
@@ -138,7 +138,9 @@ def routing_plan(
     group_name: str,
 ) -> RoutingPlan:
     """The plan of an operator's arguments."""
-    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], *place_in(group_name))
+    return RoutingPlan(
+        table, tokens, max_tokens, topk, experts.shape[0], *rank_and_size(group_name)
+    )
 
 
 def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> GroupedProblem:

@@ -30,7 +30,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
@@ -91,7 +91,7 @@ def all_gather_matmul(
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
         each = rows.shape[0] // max(x.shape[0], 1)  # rows of one of dimension 0
-        first = y.shape[0] // each if each else place_in(name)[1] * x.shape[0]
+        first = y.shape[0] // each if each else rank_and_size(name)[1] * x.shape[0]
         lead = (first, *x.shape[1:-1])
         y, gathered = (
             y.view(*lead, y.shape[-1]),

@@ -16,7 +16,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
@@ -61,7 +61,7 @@ def run_fused(
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
-        push_beside(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
+        push_with_launch(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
         return
     try:
         launch(x, w, bias, out, gathered, 0, trace)

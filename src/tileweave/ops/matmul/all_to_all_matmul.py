@@ -30,7 +30,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -104,7 +104,7 @@ def all_to_all_matmul(
     keep = torch.is_grad_enabled() and w.requires_grad
     y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
-        lead, _ = how.result(x.shape[0], x.shape[-1], place_in(name)[1])
+        lead, _ = how.result(x.shape[0], x.shape[-1], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])
     return y
 
@@ -121,7 +121,7 @@ def _as_called(
     """The two dimensions, x and out as rows; raises for what those do not show."""
     how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2:
-        check_divides(how, x.shape[0], x.shape[-1], place_in(group_name)[1], "x")
+        check_divides(how, x.shape[0], x.shape[-1], rank_and_size(group_name)[1], "x")
     return how, rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
 
 

@@ -18,9 +18,9 @@ from tileweave.errors import CaptureError
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import (
     await_frozen_slot,
+    checksum_of,
     copy_slot,
     endpoint,
-    mark_of,
     workspace_of,
 )
 from tileweave.planning.problem import MOST_ELEMENTS
@@ -97,7 +97,7 @@ class Gathering:
         try:
             launch()
         finally:
-            # As in push_beside: the kernel on a device ends behind our pushes anyway.
+            # As in push_with_launch: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
                 instance.transport.join(QUEUE)
             instance.launched()
@@ -164,7 +164,7 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
             copies.append(instance.signal_copy(peer, instance.layout.data(rank)))
         copies.append(instance.signal_copy(rank, instance.layout.pushed))
         pushes.append(Copies(copies))
-    mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
+    mark = checksum_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)
     call = _Call(peers, tuple(slots), tuple(pushes), mark, shard_launches(peers, size, rank))
     instance.keep((x.shape, x.dtype), call)

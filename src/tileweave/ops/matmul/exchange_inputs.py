@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import name_of, place_in
+from tileweave.ops.core.registry import name_of, rank_and_size
 from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
@@ -56,7 +56,7 @@ def explain_exchange(
         out: torch.Tensor | None = None,
     ) -> Plan:
         name = name_of(group)
-        size = place_in(name)[1]
+        size = rank_and_size(name)[1]
         how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
         check(rows, w, bias, how, flat, size)
         return plan(rows, w, how, size)
@@ -86,7 +86,7 @@ def warmup_exchange(
     ) -> Plan:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
         of_w = depth_of(
-            as_exchange(scatter_dim, gather_dim), rows, depth, place_in(name_of(group))[1]
+            as_exchange(scatter_dim, gather_dim), rows, depth, rank_and_size(name_of(group))[1]
         )
         if of_w != depth:
             _, w = operands_for_warmup(0, cols, of_w, dtype, device)

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
+    checksum_of,
     debugging,
     group_of,
     interpreting,
     machine_of,
-    mark_of,
     name_of,
-    place_in,
+    rank_and_size,
     workspace_of,
 )
 from tileweave.planning.machine import Machine
@@ -295,7 +295,7 @@ def accept(
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = replace(
-            chosen, checksum=mark_of(common), world_size=size
+            chosen, checksum=checksum_of(common), world_size=size
         )
     return chosen
 
@@ -369,7 +369,7 @@ def explain_matmul(
         out: torch.Tensor | None = None,
     ) -> Plan:
         name = name_of(group)
-        size = place_in(name)[1]
+        size = rank_and_size(name)[1]
         rows, flat = as_called(x, w, bias, out, name)
         check(rows, w, bias, flat, size)
         return plan(rows, w, size)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -287,7 +287,7 @@ def explain(
         x, w, bias, residual, norm_weight, out, residual_out
     )
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
-    return plan(rows, w, place_in(name_of(group))[1])
+    return plan(rows, w, rank_and_size(name_of(group))[1])
 
 
 def warmup(
@@ -312,7 +312,7 @@ def warmup(
     call_for_warmup(
         matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group
     )
-    return plan(x, w, place_in(name_of(group))[1])
+    return plan(x, w, rank_and_size(name_of(group))[1])
 
 
 SPEC = OperatorSpec(

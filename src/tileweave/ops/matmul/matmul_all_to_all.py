@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
 from tileweave.ops.matmul.exchange_inputs import (
@@ -101,7 +101,7 @@ def matmul_all_to_all(
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
-        lead, cols = how.result(x.shape[0], w.shape[0], place_in(name)[1])
+        lead, cols = how.result(x.shape[0], w.shape[0], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)
     return y
 
@@ -118,7 +118,7 @@ def _as_called(
     """The two dimensions, x and out as rows; raises for what those do not show."""
     how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2 and w.dim() == 2:
-        check_divides(how, x.shape[0], w.shape[0], place_in(group_name)[1], "w")
+        check_divides(how, x.shape[0], w.shape[0], rank_and_size(group_name)[1], "w")
     return how, rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)
 
 

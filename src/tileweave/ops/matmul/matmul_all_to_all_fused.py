@@ -18,7 +18,7 @@ from tileweave.ops.core.registry import (
     await_frozen_slot,
     copy_slot,
     endpoint,
-    push_beside,
+    push_with_launch,
     workspace_of,
 )
 from tileweave.planning.matmul import scatter_schedule_for
@@ -62,7 +62,7 @@ def run_fused(
         return
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    push_beside(
+    push_with_launch(
         instance,
         partial(launch, x, w, bias, out, slot),
         call.copies[slot],

@@ -27,7 +27,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import gather_and_multiply
 from tileweave.ops.matmul.inputs import (
@@ -88,7 +88,7 @@ def matmul_reduce_scatter(
         return out
     y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
     if x.dim() > 2:
-        y = y.view(x.shape[0] // place_in(name)[1], *x.shape[1:-1], w.shape[0])
+        y = y.view(x.shape[0] // rank_and_size(name)[1], *x.shape[1:-1], w.shape[0])
     return y
 
 
@@ -102,7 +102,7 @@ def _as_called(
     """x and out as rows; raises for what those do not show."""
     rows = as_rows(x, w)
     if x.dim() > 2:
-        _check_rows(x.shape[0], place_in(group_name)[1])
+        _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import push_order
@@ -61,7 +61,7 @@ def run_fused(
         return
     slot = copy_slot(instance)
     kernel = partial(launch, x, w, bias, out, staging, slot)
-    push_beside(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+    push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
 @dataclass(slots=True)
