@@ -213,14 +213,23 @@ class ShardedEmbeddingBag(nn.Module):
         destination.pop(f"{prefix}anchor", None)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         known = (
             state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
         )
-        super()._load_from_state_dict(known, prefix, metadata, *rest)
+        super()._load_from_state_dict(
+            known, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         # weights are on the device of the checkpoint: move what it does not have there, too
-        if metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers", False):
             if self.anchor is not None and self.anchor.is_meta:
                 fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
                 self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)

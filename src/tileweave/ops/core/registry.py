@@ -252,7 +252,7 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 
 # As torch.compiler.assume_constant_result does. That would import the compiler, and with it triton.
-rank_and_size._dynamo_marked_constant = True
+rank_and_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def machine_of(device: torch.device) -> Machine:
