@@ -80,8 +80,8 @@ def all_to_all_matmul(
     Parameters
     ----------
     x : [M, K] or [M, ..., K], contiguous
-        With the same shape on every rank. With more than two dimensions, the operator sees rows [M
-        * ..., K].
+        With the same shape on every rank. All dimensions but the last are
+        flattened to rows.
 
     w : [N, K'], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
