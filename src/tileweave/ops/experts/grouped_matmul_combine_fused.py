@@ -27,7 +27,7 @@ def run_fused(
     group_name: str,
     config: CombineConfig,
 ) -> None:
-    """Make the fused call: y [bound, I], experts [E_local, H, I], fp32 weights [T, k], out [T, H]."""
+    """Make the fused call: y [bound, I], experts [E_local, H, I], weights [T, k]; out [T, H]."""
     from tileweave.kernels.experts import combine_triton as kernel
 
     workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
