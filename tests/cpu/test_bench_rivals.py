@@ -13,8 +13,7 @@ import torch.distributed as dist
 from tests.support.matmul_cases import IN, OUT
 from tests.support.worlds import Member, World, Worlds
 
-from tileweave.bench import experts
-from tileweave.bench import rivals as peers
+from tileweave.bench import experts, rivals
 from tileweave.bench.cases import Case
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.subjects import worst_of
@@ -31,26 +30,28 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def of_an_exchange(me: Member, op: str, dtype: str) -> float:
     """How far the unfused rival is from the operator's specification, called twice."""
-    made = peers.ExchangePeers(
+    made = rivals.ExchangeRivals(
         Case(
             op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype
         ),
         Rank(me.rank, me.world_size, me.device),
-        (peers.UNFUSED,),
+        (rivals.UNFUSED,),
         3,
     )
     o = made.operands
     want = getattr(reference, op)(o.x, o.w, None, made.group, **made.subject.options)
     want = want[0] if isinstance(want, tuple) else want
-    made.functions[peers.UNFUSED]()
-    got = made.functions[peers.UNFUSED]()
+    made.functions[rivals.UNFUSED]()
+    got = made.functions[rivals.UNFUSED]()
     assert isinstance(got, torch.Tensor) and got.shape == want.shape
     return distance(got, want)
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
 @pytest.mark.parametrize("op", [OUT, IN])
-def test_an_exchange_beside_a_matmul_lands_in_order(world: World, op: str, dtype: str, allowed: float) -> None:
+def test_an_exchange_beside_a_matmul_lands_in_order(
+    world: World, op: str, dtype: str, allowed: float
+) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
 
 
@@ -66,7 +67,7 @@ def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
         symmetric=lambda *_: (symmetric, None),
         torch_operator=lambda *_: rival,
     )
-    peers.AllGatherMatmulPeers.torch_fused(made)()
+    rivals.AllGatherMatmulRivals.torch_fused(made)()
     assert rival.call_args.kwargs == {"return_A": False}
     assert torch.equal(symmetric, torch.ones(4, 8))
 
@@ -96,7 +97,7 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
     """How far the rival is from the operator's specification, over every routing; how many
     routings."""
     case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
-    made = experts.ExpertPeers(
+    made = experts.ExpertRivals(
         case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5
     )
     assert list(made.functions) == [experts.GATHERED] and group is not None
@@ -139,7 +140,7 @@ def a_wrong_rival(me: Member, op: str) -> float:
     """What a case's check finds where the rival alone is wrong, by a row that is not the
     token's."""
     case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
-    made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
+    made = experts.ExpertRivals(case, Rank(me.rank, me.world_size, me.device), experts.RIVALS, 5)
     with torch.no_grad():
         rows = made.sets[0].order.rows if op == COMBINE else made.sets[0].order.tokens
         rows.copy_(rows.roll(1))

@@ -150,7 +150,7 @@ def test_a_bench_says_who_is_no_rival(
     op: str, peers: str, strangers: list[str], code: int
 ) -> None:
     output = invoke(
-        "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code
+        "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--rivals", peers, code=code
     )
     told = [line for line in output.splitlines() if "not a rival" in line]
     assert told == [f"{name} is missing: not a rival of {op}" for name in strangers]

@@ -265,7 +265,7 @@ def bench(
     cases: Annotated[
         str | None, typer.Option(help="Only cases whose name this regular expression finds.")
     ] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
+    rivals: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each function.")] = 7,
     seconds: Annotated[
         float, typer.Option(min=1, help="Start no new case after that many seconds.")
@@ -297,10 +297,10 @@ def bench(
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
     allowed = samples.bench.rivals
-    named = tuple(name.strip() for name in peers.split(",")) if peers else None
+    named = tuple(name.strip() for name in rivals.split(",")) if rivals else None
     if not set(named or ()) <= set(allowed):
         raise InputError(
-            f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these"
+            f"asked: rivals {rivals}; allowed: {', '.join(allowed)}; remedy: pass some of these"
         )
     options = Options(
         op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke

@@ -1,10 +1,10 @@
-"""Samples of embedding_bag_all_to_all. Shapes: samples and tables of a rank, columns of a table."""
+"""Samples of embedding_bag_all_to_all. Shapes: samples and tables per rank, columns per table."""
 
 from __future__ import annotations
 
 import torch
 
-from tileweave.bench.embedding import EmbeddingPeers
+from tileweave.bench.embedding import EmbeddingRivals
 from tileweave.bench.embedding_cases import CASES, OP, QUICK, SMOKE
 from tileweave.bench.embedding_run import BENCHED
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
@@ -39,7 +39,7 @@ SAMPLES = Samples(
     cases=CASES,
     smoke=SMOKE,
     quick=QUICK,
-    rival=EmbeddingPeers,
+    rival=EmbeddingRivals,
     typical=(
         (
             f"{OP}, 128 columns of fp32, 8 rows a bag",
