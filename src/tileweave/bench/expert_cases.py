@@ -100,7 +100,7 @@ def demo_of(op: str) -> Callable[[bool, int], list[DemoCase]]:
             DemoCase(op, "random, odd sizes, weighted", odd, first, bias=True),
             DemoCase(
                 op,
-                "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
+                "Qwen3-MoE, 2 experts per rank" + ("" if on_gpu else f", 1/{scale}"),
                 Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale),
                 half,
             ),

@@ -5,10 +5,9 @@ Each token is sent to every other rank once, and a partial sum comes back from e
 token, where an all-to-all of choices sends k (R - 1) / R of them. So it sends less if top-k is
 above the number of ranks R.
 
-As the unfused path, it gets for free who chose which expert, with which weights, and the positions
-of rows. Top-k sums are one pass: by the lookup kernel of tileweave, which reads only rows of this
-rank, or in a graph by torch, since there the positions of products change between calls and sizes
-are bounds.
+As the unfused path, it is given the routing: choices, weights and positions of rows. Top-k sums are
+one pass: by the lookup kernel of tileweave, which reads only rows of this rank, or in a graph by
+torch, since there the positions of products change between calls and sizes are bounds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     return [
         DemoCase(OP, "random, odd sizes, weighted", Shape(samples + 1, 3, 13), first, bias=True),
         DemoCase(
-            OP, f"DLRM, {tables} tables a rank", Shape(samples, tables, columns), torch.bfloat16
+            OP, f"DLRM, {tables} tables per rank", Shape(samples, tables, columns), torch.bfloat16
         ),
     ]
 
@@ -42,7 +42,7 @@ SAMPLES = Samples(
     rival=EmbeddingRivals,
     typical=(
         (
-            f"{OP}, 128 columns of fp32, 8 rows a bag",
+            f"{OP}, 128 columns of fp32, 8 rows per bag",
             lambda size, machine: plan_embedding(size, 512, 8.0, machine, False),
         ),
     ),
