@@ -1,14 +1,19 @@
-"""tileweave: PyTorch operators that weave communication tiles into computation tiles.
+"""tileweave: PyTorch operators that overlap communication and computation, tile by tile.
 
 >>> import tileweave as tw
->>> y = tw.all_gather_matmul(x, w, bias, group=group)   # x [M/R, K], w [N/R, K] -> [M, N/R]
->>> y = tw.matmul_reduce_scatter(y, w2, group=group)    # x [M, K/R], w [N, K/R] -> [M/R, N]
->>> y = tw.matmul_all_reduce(y, w2, group=group)        # x [M, K/R], w [N, K/R] -> [M, N]
->>> y = tw.matmul_all_to_all(x, w, scatter_dim=1, gather_dim=0, group=group)   # x [S/R, K], w [N, K] -> [S, N/R]
->>> y = tw.all_to_all_matmul(y, w2, scatter_dim=0, gather_dim=1, group=group)  # x [S, K/R], w [N, K] -> [S/R, N]
+>>> # x [M/R, K], w [N/R, K] -> y [M, N/R]
+>>> y = tw.all_gather_matmul(x, w, bias, group=group)
+>>> # x [M, K/R], w [N, K/R] -> z [M/R, N]
+>>> z = tw.matmul_reduce_scatter(y, w2, group=group)
+>>> # x [M, K/R], w [N, K/R] -> z [M, N]
+>>> z = tw.matmul_all_reduce(y, w2, group=group)
+>>> # x [S/R, K], w [N, K] -> y [S, N/R]
+>>> y = tw.matmul_all_to_all(x, w, scatter_dim=1, gather_dim=0, group=group)
+>>> # x [S, K/R], w [N, K] -> z [S/R, N]
+>>> z = tw.all_to_all_matmul(y, w2, scatter_dim=0, gather_dim=1, group=group)
 
-The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for
-graphs and compilers.
+The public interface is the names of this module. ``torch.ops.tileweave.*`` are the same operators
+for graphs and compilers.
 """
 
 from __future__ import annotations
@@ -48,31 +53,46 @@ from tileweave.planning.sharding import EmbeddingLayout, ShardingPlan, TableSpec
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-# Names of all operators: a view, which shows those that are registered later, too.
+# Names of all operators: a view, which also shows operators that are registered later.
 OPERATORS = _SPECS.keys()
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
-    """Release the workspaces of ``group`` (None: all groups). Not collective: usable after a peer
-    died.
+    """Release the workspaces of a group. Not collective: usable after a peer died.
 
-    A later call makes a new workspace, which is collective. CUDA graphs captured before must not be
-    replayed any more: what they write to is gone. Capture them again.
+    A later call makes a new workspace, which is collective. CUDA graphs that were captured before
+    must not be replayed any more, since the memory they write to is released: capture them again.
+
+    Parameters
+    ----------
+    group : ProcessGroup or str, optional
+        A group or its name. None: all groups.
     """
     _REGISTRY.close(_named(group))
 
 
 def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
-    """Wait for queued work and raise :class:`PeerTimeout` if a peer did not arrive in some call.
+    """Wait for queued work, and raise if a peer did not arrive in a call.
 
-    On GPUs a call returns before its kernel ran: a late peer shows here, at the next call, or as
-    NaN in the result.
+    On a GPU a call returns before its kernel has run. A late peer is reported here, by the next
+    call, or by NaN in the result.
+
+    Parameters
+    ----------
+    group : ProcessGroup or str, optional
+        A group or its name. None: all groups.
+
+    Raises
+    ------
+    PeerTimeout
+        A peer did not arrive in time in some call.
     """
     _REGISTRY.synchronize(_named(group))
 
 
 def _named(group: _dist.ProcessGroup | str | None) -> str | None:
-    """A name as it is: the group may be gone, and what it left may not."""
+    """The name of ``group``. A name is returned as it is: its group may no longer exist while its
+    workspace does."""
     return group if group is None or isinstance(group, str) else _name_of(group)
 
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from tests.support.matmul_cases import IN, OUT
 from tests.support.worlds import Member, World, Worlds
 
-from tileweave.bench import experts
-from tileweave.bench import rivals as peers
+from tileweave.bench import experts, rivals
 from tileweave.bench.cases import Case
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.subjects import worst_of
@@ -30,20 +29,20 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def of_an_exchange(me: Member, op: str, dtype: str) -> float:
-    """How far the unfused baseline is from the specification of the operator, called twice."""
-    made = peers.ExchangePeers(
+    """How far the unfused rival is from the operator's specification, called twice."""
+    made = rivals.ExchangeRivals(
         Case(
             op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype
         ),
         Rank(me.rank, me.world_size, me.device),
-        (peers.UNFUSED,),
+        (rivals.UNFUSED,),
         3,
     )
     o = made.operands
     want = getattr(reference, op)(o.x, o.w, None, made.group, **made.subject.options)
     want = want[0] if isinstance(want, tuple) else want
-    made.functions[peers.UNFUSED]()
-    got = made.functions[peers.UNFUSED]()
+    made.functions[rivals.UNFUSED]()
+    got = made.functions[rivals.UNFUSED]()
     assert isinstance(got, torch.Tensor) and got.shape == want.shape
     return distance(got, want)
 
@@ -67,7 +66,7 @@ def test_torch_fused_matmul_returns_no_gathered_input() -> None:
         symmetric=lambda *_: (symmetric, None),
         torch_operator=lambda *_: rival,
     )
-    peers.AllGatherMatmulPeers.torch_fused(made)()
+    rivals.AllGatherMatmulRivals.torch_fused(made)()
     assert rival.call_args.kwargs == {"return_A": False}
     assert torch.equal(symmetric, torch.ones(4, 8))
 
@@ -97,7 +96,7 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
     """How far the baseline is from the specification of the operator, over every routing; and the
     number of routings."""
     case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
-    made = experts.ExpertPeers(
+    made = experts.ExpertRivals(
         case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5
     )
     assert list(made.functions) == [experts.GATHERED] and group is not None
@@ -140,7 +139,7 @@ def a_wrong_rival(me: Member, op: str) -> float:
     """What the check of a case finds where only the baseline is wrong, by a row of another
     token."""
     case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
-    made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
+    made = experts.ExpertRivals(case, Rank(me.rank, me.world_size, me.device), experts.RIVALS, 5)
     with torch.no_grad():
         rows = made.sets[0].order.rows if op == COMBINE else made.sets[0].order.tokens
         rows.copy_(rows.roll(1))

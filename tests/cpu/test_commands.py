@@ -150,7 +150,7 @@ def test_bench_names_baselines_that_cannot_run(
     op: str, peers: str, strangers: list[str], code: int
 ) -> None:
     output = invoke(
-        "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code
+        "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--rivals", peers, code=code
     )
     told = [line for line in output.splitlines() if "not a rival" in line]
     assert told == [f"{name} is missing: not a rival of {op}" for name in strangers]

@@ -1,7 +1,7 @@
 """Faults planted in the real source, one at a time. Exploration must find each of them.
 
-A mutant is a text in one file of ``src/tileweave`` and what stands there instead. ``scenarios``: the beginning of the names
-of the scenarios that run the mutated lines.
+A mutant is a text in one file of ``src/tileweave`` and the text that replaces it. ``scenarios``: the
+beginning of the names of the scenarios that run the mutated lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Mutant:
         changed, found = re.subn(pattern(self.old), lambda _: self.new, text)
         if found != self.count:
             raise ValueError(
-                f"mutant {self.name!r}: {self.file} has the text {found} times, expected {self.count}"
+                f"mutant {self.name!r}: {self.file} has the text {found} times, "
+                f"expected {self.count}"
             )
         return changed
 
@@ -69,7 +70,8 @@ PARITY = "return 0 if instance.captured else instance.calls & 1"
 BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
 
 _PUSH = (
-    "        put_all(peers.slot_table, rank, C.WORLD_SIZE, slot_offset, size, x, begin, end, C.SPANS, "
+    "        put_all(peers.slot_table, rank, C.WORLD_SIZE, slot_offset, size, x, begin, end, "
+    "C.SPANS, "
     "C.PUSH_BLOCK)\n"
 )
 _NOTIFY = (
@@ -83,14 +85,19 @@ _EARLY = "        leave_early(peers, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
-            copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
+            copies.append(
+                Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch)
+            )
 """
 _MEET = "        meet(peers, rank, epoch, -1, C.WORLD_SIZE)\n"
 _OPEN = "        count_in(counters + num_segments * num_programs)\n"
 _ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
 _SIGNAL = "        copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))\n"
-_GIVE = "    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
+_GIVE = (
+    "    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, "
+    "acc)\n"
+)
 _COUNT = (
     '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
 )
@@ -579,7 +586,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "        copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))\n",
+        "        copies.append(instance.signal_copy(owner, "
+        "instance.layout.data(s.rank, chunk), aside=True))\n",
         "",
         RS + "copy engine",
     ),

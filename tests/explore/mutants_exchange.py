@@ -16,7 +16,10 @@ WORDS = "device/triton/signal.py"
 _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
 _DONE = "    await_pushed(peers, epoch, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
-_COUNT = "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):\n"
+_COUNT = (
+    "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, "
+    "tiles_of_chunk):\n"
+)
 _TOKEN = "token = wait(peers, index, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
 _KEPT = "                wait(peers, index, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)\n"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.pure.test_workspace import OP, NotingTransport
 
-from tileweave.ops.core.registry import push_beside
+from tileweave.ops.core.registry import push_with_launch
 from tileweave.transport import protocol
 from tileweave.transport.interface import Copies
 from tileweave.transport.workspace import Instance
@@ -83,7 +83,7 @@ def test_concurrent_copies_are_joined_only_where_needed(
         SimpleNamespace(transport=transport, calls=1, launched=lambda: said.append("launched")),
         [],
     )
-    push_beside(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
+    push_with_launch(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
     assert said == ["launch", "launched"] and instance.calls == 2
     assert transport.events == ["join"] * joins
 
@@ -99,7 +99,7 @@ def test_failed_launch_is_joined_and_not_counted(device: str) -> None:
     transport.push = fails  # type: ignore[method-assign]
     instance = SimpleNamespace(transport=transport, calls=1, launched=lambda: None)
     with pytest.raises(MemoryError):
-        push_beside(instance, lambda: None, Copies([]), 0, False)  # type: ignore[arg-type]
+        push_with_launch(instance, lambda: None, Copies([]), 0, False)  # type: ignore[arg-type]
     assert transport.events == ["join"] and instance.calls == 1
 
 

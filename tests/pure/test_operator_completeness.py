@@ -1,5 +1,5 @@
-"""Every public operator is complete: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
-cases, README row; and no file but one lists the operators."""
+"""Every public operator is complete: kernel, reference, fake, gradient, tests on CPU and GPUs,
+bench cases, README row; and no file but one lists the operators."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.support.worlds import Member
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
-from tileweave.ops.embedding.table_gradient import Lookups, sort_beside, table_gradients
+from tileweave.ops.embedding.table_gradient import Lookups, sort_concurrently, table_gradients
 from tileweave.planning.sharding import rows_of
 
 
@@ -197,7 +197,7 @@ def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
             table.index_add_(0, chosen, columns[: chosen.numel()], alpha=-0.25)
         lookups = Lookups(torch.cat(rows).to(me.device), offsets.to(me.device), None, batch, False)
         tables = [t.to(me.device) for t in tables]
-        ordered = sort_beside(tables, lookups, True)
+        ordered = sort_concurrently(tables, lookups, True)
         rate = torch.full((1,), 0.5, device=me.device)
         assert (
             table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, "sgd", (), rate)

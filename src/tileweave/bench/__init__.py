@@ -1,2 +1,4 @@
-"""Named cases x operators x peers: correctness first, then time. Needs ``tileweave[cli]``; plots,
-``[plot]`` too."""
+"""The benches: named cases x operators x rivals, correctness first, then time.
+
+Needs ``tileweave[cli]``, and ``tileweave[plot]`` for plots.
+"""

@@ -1,7 +1,8 @@
-"""Cases of the benches of matmul operators: sizes of real layers. Plain data.
+"""Cases of the benches of matmul operators: sizes of real layers, as plain data.
 
-Sizes are global: M rows, N columns and K of the whole layer. Which of them the ranks share depends
-on the operator (``Samples.shared``); they are rounded down where the world does not divide them.
+Sizes are those of the whole layer: M rows, N columns and K. Which of them are split over ranks
+depends on the operator (``Samples.shared``); they are rounded down where the world size does not
+divide them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Block = Literal["large", "odd", "gemv", "small", "smoke"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One problem. ``graph``: timed inside a CUDA graph, as decoding runs it; else eagerly."""
+    """One problem. ``graph``: timed inside a CUDA graph, as decoding runs it; otherwise eagerly."""
 
     op: str
     name: str
@@ -42,7 +43,7 @@ class Case:
         return rows, cols, depth
 
     def whole(self, world_size: int) -> tuple[int, int, int]:
-        """(M, N, K) as they run, after rounding."""
+        """(M, N, K) of the whole problem, after rounding."""
         shared = samples_of(self.op).shared
         rows, cols, depth = (
             size * (world_size if name in shared else 1)
@@ -51,16 +52,16 @@ class Case:
         return rows, cols, depth
 
 
-# (N, K) of column-parallel layers: qkv; gate and up of half the layer; both; the first of GPT-3's
-# MLP.
+# (N, K) of column-parallel layers: qkv; gate and up of half the layer; both; the first matmul of
+# GPT-3's MLP.
 LAYERS = {
     "llama70b-qkv": (10240, 8192),
     "llama70b-gate-up-half": (28672, 8192),
     "llama70b-gate-up": (57344, 8192),
     "gpt3-fc1": (49152, 12288),
 }
-# (N, K) of row-parallel layers: attention's output; the MLP's second; that of GPT-3 and of Llama
-# 8B; a wide square.
+# (N, K) of row-parallel layers: output of attention; second matmul of the MLP; the same of GPT-3
+# and of Llama 8B; a large square.
 ROW_LAYERS = {
     "llama70b-o": (8192, 8192),
     "llama70b-down": (8192, 28672),
@@ -71,7 +72,7 @@ DECODE_LAYERS = {
     name: ROW_LAYERS[name] for name in ("llama70b-o", "llama70b-down", "llama8b-down")
 } | {"square-16k": (16384, 16384)}
 # (N, K) of attention layers: hidden 4096, 64 heads of 128, with 8 groups of keys and values, or one
-# for each head.
+# per head.
 QKV_LAYERS = {"ulysses-qkv-gqa": (10240, 4096), "ulysses-qkv-mha": (24576, 4096)}
 PROJECTIONS = {"ulysses-o": (4096, 8192)}
 SEQUENCES, SHORT_SEQUENCES = (4096, 16384), (256, 1024)
@@ -98,7 +99,7 @@ def exchange_cases(op: str, layers: dict[str, tuple[int, int]]) -> list[Case]:
 def smoke_cases(
     op: str, first: tuple[int, int, int], second: tuple[int, int, int], graph: bool = False
 ) -> list[Case]:
-    """For trying the bench out without a GPU: interpreted kernels, times without meaning."""
+    """Tiny cases to try the bench without a GPU: interpreted kernels, times without meaning."""
     return [
         Case(op, f"smoke-m{sizes[0]}", *sizes, graph, "smoke", dtype)
         for sizes, dtype in ((first, "float32"), (second, "float16"))
@@ -108,8 +109,8 @@ def smoke_cases(
 def typical_plans(
     op: str, planner: Callable[[Problem, Machine, bool], Plan], *wholes: tuple[int, int, int]
 ) -> tuple[tuple[str, Callable[[int, Machine], Plan]], ...]:
-    """What ``doctor`` shows of ``op``: problems of bf16 of sizes ``wholes`` (M, N, K), and their
-    plans."""
+    """Problems of bf16 with sizes ``wholes`` (M, N, K), and their plans: what ``doctor`` shows of
+    ``op``."""
 
     def plan_of(whole: tuple[int, int, int]) -> Callable[[int, Machine], Plan]:
         def plan(size: int, machine: Machine) -> Plan:
@@ -122,8 +123,8 @@ def typical_plans(
 
 
 def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Any]:
-    """Cases of ``op`` in whose name ``pattern`` (a regular expression) is found; ``quick``: a short
-    list of them."""
+    """Cases of ``op`` whose names match ``pattern``, a regular expression; ``quick``: of a short
+    list."""
     samples, wanted = samples_of(op), re.compile(pattern or "")
     return [
         case

@@ -1,9 +1,9 @@
-"""Which components are measured, in groups: what the simulator calls them, and their shapes there
-(sim/predict.py).
+"""The components that are measured for the simulator, in groups, with the shapes that it uses.
 
-Shapes are global: M, N, K; bytes of a collective; batch, tables, dim, pooling and bytes of an
-element of a lookup; tokens, columns, 1, world and k of a top-k sum; rows, hidden, ffn, heads,
-kv_heads and sequence of a layer. *small matmuls* are of one rank alone.
+Shapes (see sim/predict.py) are those of the whole problem: M, N, K; bytes of a collective; batch,
+tables, dim, pooling and bytes per element of a lookup; tokens, columns, 1, world size and k of a
+top-k sum; rows, hidden, ffn, heads, kv_heads and sequence of a layer. *Small matmuls* run on one
+rank alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tileweave.planning.problem import MatmulConfig
 
-# Kernels that store tiles to their owners, whether or not the library takes them for a shape: up to
-# so many rows.
+# Kernels that store tiles to their owners, whether or not a planner chooses them: up to this many
+# rows.
 _STORES = (
     (64, MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)),
     (512, MatmulConfig("hopper", "sm", 128, 64, 64, 8, 8, split_tail=False)),
@@ -26,7 +26,7 @@ _SMOKE = MatmulConfig("triton", "sm", 16, 32, 32, 1, 4, split_tail=False)
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One cell. ``config``: of a fused kernel, if not the one that the library takes."""
+    """One cell. ``config``: of a fused kernel, if not the one that the planner chooses."""
 
     op: str
     quantity: str
@@ -75,7 +75,7 @@ def _matmuls(_: int) -> list[Component]:
 
 
 def _collectives(_: int) -> list[Component]:
-    """Both protocols of the library."""
+    """Collectives of NCCL, with sizes that use either of its protocols."""
     return [
         Component(op, "comm", (1 << power,), True)
         for powers in (range(14, 29, 2), range(15, 28, 2))
@@ -106,7 +106,7 @@ def _sums(world: int) -> list[Component]:
 
 
 def _small_matmuls(_: int) -> list[Component]:
-    """Few tiles and short K, where it counts which tiles a library has."""
+    """Few tiles and short K, where the tile sizes of cuBLAS matter."""
     return [
         Component("matmul", "compute", (m, n, k), True)
         for m in (64, 128, 256, 512, 1024)
@@ -138,7 +138,7 @@ def _stores(_: int) -> list[Component]:
     ]
 
 
-# In the order in which they are wanted.
+# The most important first.
 GROUPS: dict[str, Callable[[int], list[Component]]] = {
     "operators": _operators,
     "layers": _layers,
@@ -152,12 +152,12 @@ GROUPS: dict[str, Callable[[int], list[Component]]] = {
 
 
 def components(world: int, groups: tuple[str, ...] = tuple(GROUPS)) -> list[Component]:
-    """What is measured between ``world`` ranks, of some groups."""
+    """Components that are measured between ``world`` ranks, of some groups."""
     return [one for group in groups for one in GROUPS[group](world)]
 
 
 def smoke(world: int) -> list[Component]:
-    """One of each sort, tiny."""
+    """One of each kind, tiny."""
     return [
         Component("all_gather_matmul", "compute", (64, 64 * world, 32), False),
         Component("matmul", "compute", (64, 64, 32), False),

@@ -1,12 +1,14 @@
-"""Cells for the simulator's calibration: fused operators, whole layers, matmuls, collectives,
-lookups, top-k sums, kernels that store tiles to their owners.
+"""Measurements for the calibration of the simulator.
+
+Components are fused operators, whole layers, matmuls, collectives, lookups, top-k sums, and kernels
+that store tiles to their owners.
 
     python -m tileweave.bench.components --json docs/results/components.json
 
-measures on worlds of 2 and 4 GPUs in one call, ``--seconds`` in all (about: no cell is begun after
-its world's share), most wanted cells first, and writes what ``tileweave simulate trust`` and
-``calibrate`` read. ``--groups`` measures some of the groups of component_cells.py. More shapes of
-the operators: ``tileweave bench``. ``--smoke`` tries the machinery without GPUs.
+measures in worlds of 2 and 4 GPUs, the most important components first, and writes what ``tileweave
+simulate trust`` and ``calibrate`` read. ``--seconds`` limits the whole run: no component is started
+after the time of its world. ``--groups`` selects groups of component_cells.py. ``tileweave bench``
+measures more shapes of the operators. ``--smoke`` tries the code without GPUs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from tileweave.planning.schedules.scatter import Exchange
 from tileweave.profile.timing import measure
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
-_COPIES_BYTES = 160 << 20  # operands rotate through so many bytes, past any L2
+_COPIES_BYTES = 160 << 20  # operands rotate through this many bytes, more than any L2 holds
 
 
 class _Maker:
@@ -91,8 +93,10 @@ class _Maker:
         return lambda: unfused(x, next(weights), None, group)
 
     def stores(self, op: str, m: int, n: int, k: int, config: MatmulConfig) -> Callable[[], object]:
-        """A kernel that stores tiles to their owners, as ``config`` says, past the planner; its
-        result is checked once."""
+        """A kernel that stores tiles to their owners, with ``config`` in place of a plan.
+
+        Its result is checked once.
+        """
         group, how = self.member.group, Exchange(1, 0)
         exchanged = op == "matmul_all_to_all"
         rows, depth = (m // self.size, k) if exchanged else (m, k // self.size)
@@ -188,7 +192,7 @@ class _Maker:
     def layer(
         self, m: int, hidden: int, ffn: int, heads: int, kv_heads: int, seq: int, fused: bool
     ) -> Callable[[], object]:
-        """One decoder layer forward, sequence parallel, by NCCL and cuBLAS, or by our two
+        """One decoder layer forward, sequence parallel: by NCCL and cuBLAS, or by two fused
         operators."""
         size, group, device, dtype = self.size, self.member.group, self.device, self.dtype
         dim, q, kv = hidden // heads, heads // size, max(kv_heads // size, 1)
@@ -240,8 +244,11 @@ class _Maker:
 def run(
     member: Member, groups: tuple[str, ...], repeats: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Measure components on this world until its time is over; no groups: tiny ones. Collective;
-    complete on rank 0."""
+    """Measure components in this world until its time is over; without groups, tiny ones.
+    Collective.
+
+    The result is complete on rank 0.
+    """
     found, maker, began = [], _Maker(member), time.monotonic()
     listed = components(member.world_size, groups) if groups else smoke(member.world_size)
     eager = [one for one in listed if not one.graph]
@@ -322,11 +329,11 @@ def main() -> None:
             seconds=seconds + 120,
         )
         found += one or []
-    if not is_main_process():  # rank 0 has it
+    if not is_main_process():  # rank 0 has the results
         return
     about = (
-        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "
-        "again: each by itself, one call behind the other."
+        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as "
+        "sim/predict.py reads them. again: each by itself, one call after the other."
     )
     report = {
         "about": about,

@@ -1,4 +1,4 @@
-"""What commands show: one console, and progress that is a bar on a terminal and lines elsewhere."""
+"""The console of the commands, and their progress: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.progress import (
 from tileweave.launcher import is_main_process
 
 _WIDTH_OF_A_FILE = 190
-_SILENCE = 10.0  # seconds between two lines in a file, at most
+_SILENCE = 10.0  # at most so many seconds between two lines in a file
 
 
 def console() -> Console:
-    """A console on stdout; where that is no terminal, wide enough that tables keep their columns.
+    """A console on stdout; without a terminal, wide enough that tables keep their columns.
 
-    Silent on torchrun's other ranks, so that what a command says stands there once.
+    Silent on other ranks of torchrun, so that output of a command appears once.
     """
     quiet = not is_main_process()
     made = Console(highlight=False, quiet=quiet)
@@ -78,14 +78,14 @@ class Steps:
         self.detail("")
 
     def detail(self, text: str) -> None:
-        """What the step does at the moment."""
+        """Show what the step is doing."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._name}  [dim]{text}")
         elif text and time.monotonic() - self._said > _SILENCE:
             self._line(self._finished + 1, text)
 
     def done(self, outcome: str) -> None:
-        """End the step with one line on its outcome."""
+        """End the step with one line about its outcome."""
         self._finished += 1
         self._line(self._finished, outcome)
         if self._bar is not None:

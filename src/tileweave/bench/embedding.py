@@ -1,17 +1,17 @@
-"""The bench of embedding_bag_all_to_all: cases, rivals, floors and a table. Correctness first, then
-time.
+"""The bench of embedding_bag_all_to_all: rivals, lower bounds and a table.
 
-==============  ================================================================================================
-tileweave       the public operator: lookup, stores to owners, nothing afterwards
-torch           ``F.embedding_bag`` over one concatenated table, NCCL all-to-all, ``cat`` into rows
-lookup+a2a+cat  our own lookup kernel, NCCL all-to-all, ``cat``: what is left of the gain is layout and overlap
-lookup+a2a      the same without ``cat``: the gain of layout taken away from the rival
-lookup, a2a, cat, F.embedding_bag   each alone
-==============  ================================================================================================
+===============  ==================================================================================
+tileweave        the public operator: lookup, stores to owners, nothing afterwards
+torch            ``F.embedding_bag`` over one concatenated table, NCCL all-to-all, ``cat`` into rows
+lookup+a2a+cat   the lookup kernel of tileweave, NCCL all-to-all, ``cat``: the rest of the gain is
+                 layout and overlap
+lookup+a2a       the same without ``cat``: without the gain of the layout
+lookup           alone; so are ``a2a``, ``cat`` and ``F.embedding_bag``
+===============  ==================================================================================
 
-Floors: bytes of rows read at 4.2 TB/s, bytes sent to peers at 350 GB/s. Gains as differences of
-time: ``layout`` = cat, ``lookup`` = F.embedding_bag - our lookup, ``overlap`` = (lookup + a2a) -
-tileweave.
+Lower bounds: bytes of rows read at 4.2 TB/s, bytes sent to peers at 350 GB/s. Gains as differences
+of times: ``layout`` = cat, ``lookup`` = F.embedding_bag - lookup kernel, ``overlap`` = (lookup +
+a2a) - tileweave.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tileweave.transport.torch_collectives import all_to_all_flat
 
 OURS, TORCH, UNFUSED, NO_CAT = "tileweave", "torch", "lookup+a2a+cat", "lookup+a2a"
 LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT = "lookup", "F.embedding_bag", "a2a", "cat"
-PEERS = (OURS, TORCH, UNFUSED, NO_CAT, LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT)
+RIVALS = (OURS, TORCH, UNFUSED, NO_CAT, LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT)
 HBM, LINK = 4.2e12, 3.5e11
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -47,12 +47,12 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 def random_bits(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int
 ) -> torch.Tensor:
-    """Uniform numbers in [-1, 1): cheap to make for tens of gigabytes."""
+    """Uniform numbers in [-1, 1), fast to make for tens of gigabytes."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)
 
 
-class EmbeddingPeers:
+class EmbeddingRivals:
     """The callables of one case, over the same tables and indices."""
 
     def __init__(
@@ -93,8 +93,8 @@ class EmbeddingPeers:
         }
 
     def _make_tables(self, specs: list[TableSpec]) -> None:
-        """One allocation for each width, so that F.embedding_bag can look all tables of a width up
-        at once."""
+        """One allocation per width, so that F.embedding_bag can look up all tables of a width at
+        once."""
         self.tables: list[torch.Tensor] = []
         self.whole: dict[int, torch.Tensor] = {}
         first: dict[int, int] = {}
@@ -114,7 +114,7 @@ class EmbeddingPeers:
     def _bags(
         self, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """indices, offsets, and for each width those of F.embedding_bag."""
+        """indices, offsets, and those of F.embedding_bag for each width."""
         generator = torch.Generator(self.device).manual_seed(seed * 31 + self.rank)
         batch, parts = self.case.batch, []
         for pooling in self.poolings:
@@ -156,8 +156,8 @@ class EmbeddingPeers:
         return tw.embedding_bag(self.tables, indices, offsets, out=self.pooled)
 
     def embedding_bag(self) -> None:
-        """Results as they come, table after table: the copy into sample-major order is left out, in
-        this rival's favour."""
+        """Results sorted by table: the copy into sample-major order is left out, in favour of this
+        rival."""
         for (flat, offsets), table in zip(self._next()[2], self.whole.values(), strict=True):
             torch.nn.functional.embedding_bag(
                 flat, table, offsets, mode="sum", include_last_offset=True
@@ -196,7 +196,8 @@ class EmbeddingPeers:
         }
 
     def floors(self) -> tuple[float, float]:
-        """Microseconds, slowest rank: rows read at HBM's rate, and vectors sent at the link's."""
+        """Microseconds on the slowest rank: to read rows from HBM, and to send vectors over the
+        link."""
         read = (
             sum(n * s.dim for n, s in zip(self.poolings, self.shards, strict=True))
             * self.case.batch
@@ -207,9 +208,10 @@ class EmbeddingPeers:
         return slowest[0] * 1e6, slowest[1] * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error on this rank of three calls, regions full of NaN before.
+        """Collective: worst relative error on this rank of three calls; regions are filled with NaN
+        before.
 
-        The first samples of each rank's share are compared; everything must be finite.
+        The first samples of each rank's share are compared; all values must be finite.
         """
         seen = [self._error_of_a_call() for _ in range(3)]
         return math.inf if any(math.isnan(e) for e in seen) else max(seen)
@@ -244,7 +246,7 @@ class EmbeddingPeers:
         )
 
     def _gather(self, pooled: torch.Tensor) -> torch.Tensor:
-        """[samples, width] in fp32 of all ranks' columns."""
+        """[samples, width] in fp32, the columns of all ranks."""
         rows = torch.zeros(pooled.shape[0], self.layout.width, device=self.device)
         at = 0
         for column, dim in zip(
@@ -256,8 +258,10 @@ class EmbeddingPeers:
         return rows
 
 
-def entry_of(case: EmbeddingCase, peers: EmbeddingPeers, error: float, plan: str) -> dict[str, Any]:
-    read, sent = peers.floors()
+def entry_of(
+    case: EmbeddingCase, rivals: EmbeddingRivals, error: float, plan: str
+) -> dict[str, Any]:
+    read, sent = rivals.floors()
     return {
         **asdict(case),
         "plan": plan,
@@ -271,7 +275,7 @@ def entry_of(case: EmbeddingCase, peers: EmbeddingPeers, error: float, plan: str
 
 
 def judge(entry: dict[str, Any]) -> dict[str, float]:
-    """Ratios and the parts of the gain, NaN where a time is missing."""
+    """Ratios and the parts of the gain; NaN if a time is missing."""
     of = partial(median, entry)
     return {
         "over_torch": speed_up(of(TORCH), of(OURS)),
@@ -292,13 +296,13 @@ _HEADINGS = {UNFUSED: "unfused", NO_CAT: "no cat", EMBEDDING_BAG: "F.e_bag"}
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
-    """One table; microseconds unless said."""
+    """One table, in microseconds unless stated."""
     device = report["environment"].get("device", "")
     title = (
-        f"{OP}; world {report['world_size']}, {device}; us, slowest rank, median of repeats; peak: bytes read by our "
-        "lookup over 4.8 TB/s; read, link: floors; +: parts of the gain"
+        f"{OP}; world {report['world_size']}, {device}; us, slowest rank, median of repeats; "
+        "peak: bytes read by our lookup over 4.8 TB/s; read, link: floors; +: parts of the gain"
     )
-    times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
+    times = [name for name in RIVALS if any(name in c["times"] for c in report["cases"])]
     columns = ["case", *times, "peak", "read", "link", *_DERIVED, *_RATIOS, "error"]
     table = new_table(title, columns, _HEADINGS)
     for case in report["cases"]:

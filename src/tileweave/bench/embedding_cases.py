@@ -1,5 +1,7 @@
-"""Cases of embedding_bag_all_to_all: uniform indices over tables far larger than the L2, and
-MLPerf's multi-hot sizes."""
+"""Cases of embedding_bag_all_to_all.
+
+Uniform indices over tables far larger than the L2, and the multi-hot sizes of MLPerf.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 2
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCase:
-    """``tables`` a rank of ``rows`` x ``dim``, global ``batch``, bags of ``pooling``;
-    ``multi_hot``: MLPerf's 26, planned."""
+    """``tables`` per rank of ``rows`` x ``dim``, global ``batch``, bags of ``pooling`` rows.
+
+    ``multi_hot``: the 26 tables of MLPerf, placed by a sharding plan.
+    """
 
     name: str
     dtype: str
@@ -41,7 +45,7 @@ class EmbeddingCase:
 def _case(dtype: str, batch: int, pooling: int, dim: int = 128) -> EmbeddingCase:
     short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
     name = f"{short}-b{batch}-l{pooling}" + ("" if dim == 128 else f"-d{dim}")
-    graph = batch <= 8192 or pooling == 1  # else the host is what is timed
+    graph = batch <= 8192 or pooling == 1  # otherwise host time dominates
     return EmbeddingCase(
         name, dtype, batch, pooling, dim, graph=graph, block="main" if "l8" in name else "large"
     )

@@ -1,5 +1,5 @@
-"""Benching embedding_bag_all_to_all on every rank: what ``bench/run.py`` does for matmuls, with
-this operator's rivals."""
+"""Run the bench of embedding_bag_all_to_all on every rank: ``bench/run.py`` with this operator's
+rivals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import tileweave as tw
 from tileweave.bench.console import Steps
-from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, judge, tables_of
+from tileweave.bench.embedding import RIVALS, EmbeddingRivals, entry_of, judge, tables_of
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.run import Options, run_cases, time_all
 from tileweave.bench.samples import Benched
@@ -26,19 +26,20 @@ def _bench_case(
     member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps
 ) -> dict[str, Any]:
     steps.detail("draws tables")
-    peers = EmbeddingPeers(case, member, options.peers or PEERS, seed)
-    indices, offsets, _ = peers.sets[0]
-    plan = tw.explain(OP, peers.tables, indices, offsets, group=member.group)
+    rivals = EmbeddingRivals(case, member, options.rivals or RIVALS, seed)
+    indices, offsets, _ = rivals.sets[0]
+    plan = tw.explain(OP, rivals.tables, indices, offsets, group=member.group)
     steps.detail("compiles and checks")
     member.barrier()
-    entry = entry_of(case, peers, worst(peers.error(), member.device, member.group), str(plan))
+    entry = entry_of(case, rivals, worst(rivals.error(), member.device, member.group), str(plan))
     if entry["right"]:
-        entry["times"] = time_all(peers.functions, member, options, case.graph, steps)
+        entry["times"] = time_all(rivals.functions, member, options, case.graph, steps)
     return entry | judge(entry)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Each case's times over the larger of its two floors, as bars. Needs matplotlib."""
+    """Plot the times of each case over the larger of its two lower bounds, as bars. Needs
+    matplotlib."""
     from tileweave.profile.plot import plot_over
 
     plot_over(
@@ -49,4 +50,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     )
 
 
-BENCHED = Benched(bench, PEERS, tables_of, plot)
+BENCHED = Benched(bench, RIVALS, tables_of, plot)

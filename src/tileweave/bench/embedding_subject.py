@@ -1,8 +1,9 @@
-"""How embedding_bag_all_to_all is drawn, called and judged by ``check`` and ``demo``; see
+"""Operands, calls and checks of embedding_bag_all_to_all for ``check`` and ``demo``; see
 ``subjects.Subject``.
 
-A shape is (samples a rank, tables a rank, columns of a table). Lengths of bags follow from the
-shape alone, some are empty, so that a captured call can be replayed with other tables and indices.
+A shape is (samples per rank, tables per rank, columns per table). Lengths of bags depend on the
+shape only, and some are empty, so that a captured call can be replayed with other tables and
+indices.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _ROWS = 97
 
 @dataclass(frozen=True)
 class EmbeddingOperands:
-    """``x`` [T, rows, D] tables, ``w`` [N] indices, ``bias`` [N] per-sample weights; ``others``:
-    those of all ranks."""
+    """``x`` [T, rows, D] tables, ``w`` [N] indices, ``bias`` [N] per-sample weights.
+
+    ``others``: those of all ranks.
+    """
 
     x: torch.Tensor
     w: torch.Tensor
@@ -105,7 +108,7 @@ class EmbeddingBagAllToAll:
         )
 
     def record(self, operands: EmbeddingOperands, group: dist.ProcessGroup) -> Recording:
-        """No stamps inside this kernel: what was sent, and two signals to each peer."""
+        """Record what was sent, and two signals per peer: the kernel has no stamps."""
         size, (rows, width) = dist.get_world_size(group), operands.out_shape
         sent = (operands.batch - rows) * (width // size) * operands.x.element_size()
         return Recording(

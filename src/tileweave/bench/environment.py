@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: versions, devices, commit."""
+"""What a time depends on besides the code: versions, devices, commit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment() -> dict[str, str | int | None]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, None where there is none."""
+    """The installed version; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -54,8 +54,7 @@ def nccl_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this file if it stands in a git work tree, with ``+`` if the tree has
-    changes."""
+    """The commit of this file if it is in a git work tree, with ``+`` if the tree has changes."""
     here = Path(__file__)
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None

@@ -1,8 +1,8 @@
-"""Cases of the expert operators: layers of published models at prefill, under skew, and at decode.
-Plain data.
+"""Cases of the expert operators: layers of published models in prefill, under skew, and in
+decoding.
 
-Shapes are tokens of a rank, columns and K of an expert, of which a rank has two; few rows for an
-expert, and many.
+Shapes are tokens per rank, and columns and K per expert, of which each rank has two; with few rows
+per expert, and many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tileweave.bench.samples import Checked, DemoCase, Stressed, of_rows, shapes
 from tileweave.bench.subjects import Shape
 
 DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
-# hidden, an expert's width, experts, choices of a token
+# hidden size, width of an expert, experts, choices per token
 MODELS = {
     "qwen3-235b": (4096, 1536, 128, 8),
     "deepseek-v3": (7168, 2048, 256, 8),
@@ -26,10 +26,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertCase:
-    """``tokens`` a rank; ``experts`` of all ranks. ``zipf``: experts are chosen by Zipf's law of
-    exponent 1, else alike.
+    """``tokens`` per rank; ``experts`` of all ranks.
 
-    ``bar``: how many times faster than unfused, at least.
+    ``zipf``: experts are chosen by Zipf's law with exponent 1, otherwise uniformly. ``bar``: the
+    least speedup over unfused.
     """
 
     op: str
@@ -100,7 +100,7 @@ def demo_of(op: str) -> Callable[[bool, int], list[DemoCase]]:
             DemoCase(op, "random, odd sizes, weighted", odd, first, bias=True),
             DemoCase(
                 op,
-                "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
+                "Qwen3-MoE, 2 experts per rank" + ("" if on_gpu else f", 1/{scale}"),
                 Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale),
                 half,
             ),

@@ -1,14 +1,13 @@
 """The expert operators on an all-gather and a reduce-scatter: the rival ``gathered`` of
 ``experts.py``.
 
-A token goes to every other rank once, and a partial sum of each comes back from it: R - 1 rows a
-token, where an all-to-all of choices sends k (R - 1) / R of them. So it sends less where top-k is
+Each token is sent to every other rank once, and a partial sum comes back from each: R - 1 rows per
+token, where an all-to-all of choices sends k (R - 1) / R of them. So it sends less if top-k is
 above the number of ranks R.
 
-It is told for free what the unfused path is told: who chose which expert, with which weights, and
-which rows stand where. Top-k sums are one pass: by our own lookup kernel, which takes no rows that
-are not here; in a graph, where products stand elsewhere than in the call before and sizes are
-bounds, by torch's.
+As the unfused path, it is given the routing: choices, weights and positions of rows. Top-k sums are
+one pass: by the lookup kernel of tileweave, which reads only rows of this rank, or in a graph by
+torch, since there the positions of products change between calls and sizes are bounds.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ if TYPE_CHECKING:
     from tileweave.bench.expert_cases import ExpertCase
     from tileweave.ops.experts.routing_plan import RoutingPlan
 
-_PIECE = 256  # columns that the lookup kernel is cut for
+_PIECE = 256  # columns per piece of the lookup kernel
 
 
 class Gathered:
-    """What calls of one case share: memory for the tokens of all ranks, their rows here, partial
-    sums and the result."""
+    """What calls of one case share.
+
+    Memory for the tokens of all ranks, their rows on this rank, partial sums and the result.
+    """
 
     def __init__(
         self, case: ExpertCase, x: torch.Tensor, bound: int, group: dist.ProcessGroup
@@ -53,14 +54,15 @@ class Gathered:
             )
 
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor, order: Order) -> torch.Tensor:
-        """All tokens to all ranks, rows of those that are wanted here, the grouped matmul."""
+        """All tokens to all ranks, the rows of this rank's experts, the grouped matmul."""
         all_gather_flat(self.everyone, x, group=self.group)
         rows = self.rows[: order.tokens.numel()]
         torch.index_select(self.everyone, 0, order.tokens, out=rows)
         return reference.grouped_matmul(rows, experts, order.plan.offsets)
 
     def combine(self, x: torch.Tensor, experts: torch.Tensor, order: Order) -> torch.Tensor:
-        """The grouped matmul, weighted sums of what each token has here, their sum over ranks."""
+        """The grouped matmul, weighted sums of each token's rows on this rank, their sum over
+        ranks."""
         products = reference.grouped_matmul(x, experts, order.plan.offsets)
         if self.case.graph:
             sums = torch.embedding_bag(
@@ -92,10 +94,12 @@ class Gathered:
 class Order:
     """The indices of one routing.
 
-    tokens : of each row here, for a dispatch. rows, begins, weights : of a combine, the rows of
-        each token of all ranks, where those of a token begin (one more: the end), and their
-        weights. In a graph each token has k rows, and the last one, which no expert has, counts for
-        nothing; else it has those that are here, and does so for each piece of their columns.
+    tokens : of each row of this rank, for a dispatch.
+
+    rows, begins, weights : of a combine: the rows of each token of all ranks, where those of each
+    token begin, and the end, and their weights. In a graph each token has k rows, and the last row,
+    which no expert has, adds nothing. Otherwise it has those of this rank, once per piece of their
+    columns.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Order:
             found = plan.entry_row.long()
             self.rows = torch.where(found >= 0, found, plan.bound - 1)
             self.begins = torch.arange(0, plan.entries + 1, case.topk, device=entry.device)
-            self.weights = weights.to(dtype)  # torch's takes no others
+            self.weights = weights.to(dtype)  # the kernel of torch takes no others
             return
         self.tokens = entry // case.topk
         self.piece = math.gcd(case.cols, _PIECE)

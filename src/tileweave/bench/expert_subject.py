@@ -1,9 +1,9 @@
-"""How the expert operators are drawn, called and judged by ``check``, ``demo`` and ``stress``; see
+"""Operands, calls and checks of the expert operators for ``check``, ``demo`` and ``stress``; see
 ``subjects.Subject``.
 
-A shape is (tokens a rank, columns, K); there are two experts a rank, and a token chooses two. Who
-chooses whom follows from the shape alone, so that a captured call can be replayed with other tokens
-and weights.
+A shape is (tokens per rank, columns, K); each rank has two experts, and each token chooses two.
+Choices depend on the shape only, so that a captured call can be replayed with other tokens and
+weights.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _EXPERTS, _TOPK = 2, 2
 
 @dataclass(frozen=True)
 class ExpertOperands:
-    """``x``: tokens [T, K], or rows [bound, K] of a combine; ``w`` [2, cols, K] own experts;
-    ``bias``: weights [T, k] or None.
+    """``x``: tokens [T, K], or rows [bound, K] of a combine; ``w`` [2, cols, K]: this rank's
+    experts.
 
-    ``values``: of all ranks' tokens [R * T, K], or of all their entries; ``experts``: of all ranks.
+    ``bias``: weights [T, k] or None. ``values``: of all ranks' tokens [R * T, K], or of all their
+    entries. ``experts``: of all ranks.
     """
 
     x: torch.Tensor
@@ -56,7 +57,7 @@ def _routed(
 
 
 class _Experts(ABC):
-    """What both share."""
+    """What both operators share."""
 
     op: str
 
@@ -91,7 +92,7 @@ class _Experts(ABC):
 
     @abstractmethod
     def _each(self) -> int:
-        """Values for each token."""
+        """Values of each token."""
 
     @abstractmethod
     def _own(
@@ -114,8 +115,10 @@ class _Experts(ABC):
         """The path that :meth:`call` takes."""
 
     def record(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Recording:
-        """No stamps inside these kernels: bytes of tokens that peers have an expert of, and a
-        signal to each peer at least."""
+        """Record bytes of tokens that have an expert on a peer, and at least one signal per peer.
+
+        These kernels have no stamps.
+        """
         size = dist.get_world_size(group)
         owners = torch.where(operands.ids >= 0, operands.ids // _EXPERTS, operands.plan.rank)
         sent = sum(

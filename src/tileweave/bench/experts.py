@@ -1,19 +1,21 @@
-"""The bench of the expert operators: rivals, floors and a table. Correctness first, then time.
+"""The bench of the expert operators: rivals, a lower bound and a table.
 
-==========  ==========================================================================================================
+==========  =====================================================================================
 tileweave   the public operator, with the routing plan given
 routed      the same from ids: the plan is made in the call (dispatch only)
-unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and what order asks for: rows taken
-            by index on both sides, a top-k weighted sum behind a combine. In a graph sizes are
-            bounds, so rows are padded
-gathered    the same on an NCCL all-gather of tokens, or on top-k sums of what is here and an NCCL reduce-scatter
-no order    the same without taking rows by index: not a right result, but what the best layout could at most save
+unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and the
+            permutations that are needed: rows taken by index on both sides, a top-k weighted sum
+            after a combine. In a graph sizes are bounds, so rows are padded
+gathered    the same on an NCCL all-gather of tokens, or on top-k sums of local rows and an NCCL
+            reduce-scatter
+no order    as unfused, without taking rows by index: a wrong result, but the most that the best
+            layout could save
 matmul      torch._grouped_mm alone
-==========  ==========================================================================================================
+==========  =====================================================================================
 
-Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s, of the rank that sends
-or receives most; the limit is that or the matmul of the rank with most rows, so under skew it is
-what the busiest rank alone needs.
+Lower bound: bytes of tokens, once per rank that has an expert of them, at 350 GB/s, on the rank
+that sends or receives most. The limit is that or the matmul of the rank with most rows; under skew
+it is what the busiest rank needs.
 """
 
 from __future__ import annotations
@@ -42,15 +44,17 @@ from tileweave.profile.metrics import geometric_mean, speed_up
 
 OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL = "tileweave", "routed", "unfused", "no order", "matmul"
 GATHERED = "gathered"
-PEERS = (OURS, ROUTED, UNFUSED, GATHERED, NO_ORDER, MATMUL)
+RIVALS = (OURS, ROUTED, UNFUSED, GATHERED, NO_ORDER, MATMUL)
 _RATIOS = {"over_unfused": UNFUSED, "over_gathered": GATHERED, "over_no_order": NO_ORDER}
 LINK = 3.5e11
 _SAMPLES = 48
 
 
-class ExpertPeers:
-    """The callables of one case, over the same operands; several routings in turn where weights
-    would fit the L2."""
+class ExpertRivals:
+    """The callables of one case, over the same operands.
+
+    Several routings take turns if the weights would fit the L2.
+    """
 
     def __init__(self, case: ExpertCase, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member, self.group = case, member, member.group
@@ -119,14 +123,13 @@ class ExpertPeers:
 
     def gathered(self) -> torch.Tensor:
         r, shared = self._next(), self.shared
-        assert shared is not None, "made where it is asked for"
+        assert shared is not None, "made if it is among the names"
         if self.case.op == COMBINE:
             return shared.combine(self._rows(r), self.experts, r.order)
         return shared.dispatch(self.x, self.experts, r.order)
 
     def _rows(self, r: _Routing) -> torch.Tensor:
-        """What a combine multiplies: the rows that there are, or in a graph as many as there can
-        be."""
+        """The rows that a combine multiplies: those of the plan; in a graph as many as possible."""
         return self.x if self.case.graph else self.x[: r.rows]
 
     def _unfused_combine(self, r: _Routing, ordered: bool) -> torch.Tensor:
@@ -153,7 +156,7 @@ class ExpertPeers:
         )
 
     def link_us(self) -> float:
-        """The most that any rank sends or receives, at the link's rate."""
+        """The most that any rank sends or receives, at the rate of the link."""
         r = self.sets[0]
         others = torch.ones(self.size, dtype=torch.bool, device=self.device)
         others[self.rank] = False
@@ -169,8 +172,10 @@ class ExpertPeers:
         return worst(busier * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error of sampled rows of this rank, ours and of both rivals,
-        over every routing."""
+        """Collective: worst relative error of sampled rows of this rank, over all routings.
+
+        Of the operator and of both rivals.
+        """
         found = []
         for call in (
             self.fused,
@@ -187,14 +192,13 @@ class ExpertPeers:
 
 
 class _Routing:
-    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused paths take
-    rows by."""
+    """Ids of all ranks, this rank's plan and weights, and indices of rows for the unfused paths."""
 
-    def __init__(self, peers: ExpertPeers, seed: int) -> None:
-        case, size, rank, device = peers.case, peers.size, peers.rank, peers.device
+    def __init__(self, rivals: ExpertRivals, seed: int) -> None:
+        case, size, rank, device = rivals.case, rivals.size, rivals.rank, rivals.device
         generator = torch.Generator(device).manual_seed(seed)
         uniform = torch.rand(size, case.tokens, case.experts, generator=generator, device=device)
-        # Gumbel noise: a draw without replacement
+        # Gumbel noise: sampling without replacement
         score = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         if case.zipf:
             score -= torch.log1p(
@@ -203,16 +207,16 @@ class _Routing:
         top = score.topk(case.topk, -1)
         weights = torch.softmax(top.values, -1).float()
         self.ids, self.weights = top.indices.int().contiguous(), weights[rank].contiguous()
-        # of the unfused sum; every choice is of an expert
-        self.factors = self.weights.to(peers.dtype)
+        # of the unfused sum; every choice has an expert
+        self.factors = self.weights.to(rivals.dtype)
         self.plan: RoutingPlan = reference_plan(self.ids, rank, case.experts)
         self.rows = int(self.plan.offsets[-1])
-        self.order = Order(case, self.plan, self.rows, weights, peers.dtype)
-        owner = self.ids[rank].reshape(-1).long() // peers.local
+        self.order = Order(case, self.plan, self.rows, weights, rivals.dtype)
+        owner = self.ids[rank].reshape(-1).long() // rivals.local
         choices = case.tokens * case.topk
         entry = self.plan.row_entry[: self.rows].long()
         number = torch.arange(choices, device=device)
-        if case.graph:  # sizes are bounds: a place for each choice of each rank
+        if case.graph:  # sizes are bounds: one row per choice of each rank
             self.here = self.there = [choices] * size
             self.leaving = self.plan.entry_row.clamp(min=0).long()
             self.arriving = owner * choices + number
@@ -231,7 +235,7 @@ class _Routing:
             self.by_expert = torch.argsort(self.leaving)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of any tokens, as many as the experts here have."""
+        """Rows of some tokens, as many as the experts of this rank have."""
         if not hasattr(self, "_gathered"):
             self._gathered = x.index_select(
                 0, torch.arange(max(self.rows, 1), device=x.device) % x.shape[0]
@@ -243,34 +247,34 @@ class _Routing:
             self._spare = x.index_select(0, torch.arange(rows, device=x.device) % x.shape[0])
         return self._spare
 
-    def expected(self, peers: ExpertPeers) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, rivals: ExpertRivals) -> tuple[torch.Tensor, torch.Tensor]:
         """Collective: (fp32 rows, which) of this rank's result, sampled."""
-        case, tokens = peers.case, peers.case.tokens
+        case, tokens = rivals.case, rivals.case.tokens
         if case.op == DISPATCH:
-            everyone = collectives.all_gather(peers.x, peers.group)
-            pick = torch.arange(0, self.rows, max(1, self.rows // _SAMPLES), device=peers.device)
+            everyone = collectives.all_gather(rivals.x, rivals.group)
+            pick = torch.arange(0, self.rows, max(1, self.rows // _SAMPLES), device=rivals.device)
             expert = torch.searchsorted(self.plan.offsets[1:].long(), pick, right=True)
             rows = everyone[self.plan.row_entry[pick].long() // case.topk].float()
-            want = [rows[i] @ peers.experts[e].float().t() for i, e in enumerate(expert.tolist())]
+            want = [rows[i] @ rivals.experts[e].float().t() for i, e in enumerate(expert.tolist())]
             return torch.stack(want) if want else torch.zeros(
-                0, case.cols, device=peers.device
+                0, case.cols, device=rivals.device
             ), pick
-        pick = torch.arange(0, tokens, max(1, tokens // _SAMPLES), device=peers.device)
-        row = self.plan.entry_row.view(peers.size, tokens, case.topk)[:, pick].long()
-        factors = collectives.all_gather(self.weights, peers.group).view(
-            peers.size, tokens, case.topk
+        pick = torch.arange(0, tokens, max(1, tokens // _SAMPLES), device=rivals.device)
+        row = self.plan.entry_row.view(rivals.size, tokens, case.topk)[:, pick].long()
+        factors = collectives.all_gather(self.weights, rivals.group).view(
+            rivals.size, tokens, case.topk
         )[:, pick]
-        total = torch.zeros(peers.size, len(pick), case.cols, device=peers.device)
+        total = torch.zeros(rivals.size, len(pick), case.cols, device=rivals.device)
         ends = self.plan.offsets.tolist()
-        for expert in range(peers.local):
+        for expert in range(rivals.local):
             hit = ((row >= ends[expert]) & (row < ends[expert + 1])).nonzero(as_tuple=True)
             values = (
-                peers.x[row[hit]].float()
-                @ peers.experts[expert].float().t()
+                rivals.x[row[hit]].float()
+                @ rivals.experts[expert].float().t()
                 * factors[hit][:, None]
             )
             total.index_put_(hit[:2], values, accumulate=True)
-        return collectives.reduce_scatter(total.view(-1, case.cols), peers.group), pick
+        return collectives.reduce_scatter(total.view(-1, case.cols), rivals.group), pick
 
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
@@ -287,25 +291,25 @@ def _bench_case(
     member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps
 ) -> dict[str, Any]:
     steps.detail("draws operands")
-    peers = ExpertPeers(case, member, options.peers or PEERS, seed)
+    rivals = ExpertRivals(case, member, options.rivals or RIVALS, seed)
     steps.detail("compiles and checks")
-    plan = peers.sets[0].plan
+    plan = rivals.sets[0].plan
     more = (plan,) if case.op == COMBINE else (case.topk,)
-    path = str(tw.explain(case.op, peers.x, peers.experts, *more))
+    path = str(tw.explain(case.op, rivals.x, rivals.experts, *more))
     member.barrier()
-    error = worst(peers.error(), member.device, member.group)
+    error = worst(rivals.error(), member.device, member.group)
     entry: dict[str, Any] = {
         **asdict(case),
         "plan": path,
         "error": error,
-        "right": error <= TOLERANCE[peers.dtype],
-        "link_us": peers.link_us(),
-        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group),
+        "right": error <= TOLERANCE[rivals.dtype],
+        "link_us": rivals.link_us(),
+        "busiest_rows": worst(float(rivals.sets[0].rows), member.device, member.group),
         "times": {},
-        "missing": peers.missing,
+        "missing": rivals.missing,
     }
     if entry["right"]:
-        entry["times"] = time_all(peers.functions, member, options, case.graph, steps)
+        entry["times"] = time_all(rivals.functions, member, options, case.graph, steps)
     ours = median(entry, OURS)
     entry |= {ratio: speed_up(median(entry, rival), ours) for ratio, rival in _RATIOS.items()}
     entry["of_limit"] = speed_up(max(entry["link_us"], median(entry, MATMUL)), ours)
@@ -313,19 +317,19 @@ def _bench_case(
 
 
 def _ratio(entry: dict[str, Any], name: str) -> float:
-    """NaN where a report has none: it was written before there was such a rival, or in JSON, which
-    has no NaN."""
+    """NaN if the report has none: it is older than the rival, or NaN, which JSON does not have."""
     found = entry.get(name)
     return math.nan if found is None else float(found)
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
-    """One table; microseconds unless said."""
+    """One table, in microseconds unless stated."""
     title = (
-        f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
+        f"{report['op']}; world {report['world_size']}, "
+        f"{report['environment'].get('device', '')}; us, slowest rank, "
         "median of repeats; link: floor; limit: the larger of link and matmul, over ours"
     )
-    times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
+    times = [name for name in RIVALS if any(name in c["times"] for c in report["cases"])]
     columns = (
         "case",
         *times,
@@ -365,10 +369,10 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
 
 
 def plot(report: dict[str, Any], path: Any) -> None:
-    """Each case's times over the unfused path's, as bars. Needs matplotlib."""
+    """Plot the times of each case over that of the unfused path, as bars. Needs matplotlib."""
     from tileweave.profile.plot import plot_over
 
     plot_over(report, path, UNFUSED, lambda case: median(case, UNFUSED))
 
 
-BENCHED = Benched(bench, PEERS, tables_of, plot)
+BENCHED = Benched(bench, RIVALS, tables_of, plot)

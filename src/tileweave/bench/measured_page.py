@@ -1,7 +1,9 @@
-"""docs/measured.md: every cell of the benches in docs/results as Markdown, losing ones in bold. A
-test holds it to them.
+"""docs/measured.md: all cells of the benches in docs/results as Markdown, losses in bold.
+
+A test compares the page with the results.
 
 python -m tileweave.bench.measured_page docs/results > docs/measured.md
+
 python -m tileweave.bench.measured_page docs/results --machine 2xH100 > docs/measured-2xH100.md
 """
 
@@ -34,24 +36,27 @@ RATIOS = {
 TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA graph"}
 HEAD = """# Measured
 
-{machine} of one host, NVLink, multicast off, bf16, torch {torch}, triton {triton}, NCCL {nccl}, {date};
-microseconds, slowest rank, median of {repeats} repeats, all peers of a case interleaved; every repeat: [results](results). A
-table is one run, the last one that had all of its cases. M, N, K are global.
-`limit ratio`: a bare matmul beside copies of the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with
-both permutes for experts; `no order`: without them, which is faster and gives no right result; `gathered`, where it was
-measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold: slower than a rival by half a
-percent or more.
+{machine} of one host, NVLink, multicast off, bf16,
+torch {torch}, triton {triton}, NCCL {nccl}, {date};
+microseconds, slowest rank, median of {repeats} repeats, all rivals of a case interleaved; every
+repeat: [results](results). A table is one run, the last one that had all of its cases.
+M, N, K are global. `limit ratio`: a bare matmul that runs concurrently with copies of the same
+size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with both permutes for experts;
+`no order`: without them, which is faster and gives no right result; `gathered`, where it was
+measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold:
+slower than a rival by half a percent or more.
 Written by `python -m tileweave.bench.measured_page docs/results{option}`.
 """
 Report = dict[str, Any]
 
 
 def markdown(folder: Path, machine: str = MACHINE) -> str:
-    """The whole page of one ``machine``, as names of results have it.
+    """The whole page of one ``machine``, named as in the names of results.
 
     Raises
     ------
-    InputError where the folder has nothing to show.
+    InputError
+        The folder has nothing to show.
     """
     used: dict[str, Report] = {}
     lines = [
@@ -60,13 +65,16 @@ def markdown(folder: Path, machine: str = MACHINE) -> str:
         if samples_of(op).measured
         for line in _operator(op, folder, machine, used)
     ]
-    allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{machine}-DATE.json, with all cases of a block"
+    allowed = (
+        "a folder with what `tileweave bench --json` wrote, as "
+        f"OPERATOR-{machine}-DATE.json, with all cases of a block"
+    )
     require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
     return "\n".join([_head(used.values(), machine), *lines])
 
 
 def _head(reports: Iterable[Report], machine: str) -> str:
-    """Where and with what the runs on the page were made, all of them."""
+    """The head of the page: where and with what versions its runs were made, all of them."""
     places = [report["environment"] for report in reports]
     repeats = {
         len(timing["repeats_us"])
@@ -76,7 +84,7 @@ def _head(reports: Iterable[Report], machine: str) -> str:
     }
     said = {
         "machine": _and(f"{place['devices']} {place['device']}" for place in places),
-        # what follows is the build's CUDA
+        # the rest is the CUDA version of the build
         "torch": _and(place["torch"].split("+")[0] for place in places),
         "date": _and(place["date"][:10] for place in places),
         "repeats": _and(map(str, repeats)),
@@ -91,7 +99,7 @@ def _and(values: Iterable[str]) -> str:
 
 
 def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
-    """The tables of ``op``; what they show is put into ``used``, by name."""
+    """The tables of ``op``; the reports that they show are added to ``used``, by name."""
     paths = folder.rglob(f"{op}-{machine}-*.json")
     reports = {
         path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths
@@ -168,7 +176,7 @@ def _ratio(name: str, value: Any) -> str:
         return ""
     if name == "over_gemm_us":
         return f"{found:.1f}"
-    # what HEAD says of bold figures: below it, two digits are below 1.00
+    # as HEAD says of bold numbers: below this, two digits show less than 1.00
     lost = name.startswith("over") and found < 0.995
     return f"**{found:.2f}**" if lost else f"{found:.2f}"
 

@@ -1,5 +1,4 @@
-"""What a command looks at before it starts, so that nothing is found missing when the work is done:
-packages, places."""
+"""Checks before a command starts, so that nothing is missing at its end: packages, folders."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def need(command: str, *packages: str) -> None:
-    """Packages that ``command`` cannot do without."""
+    """Check the packages that ``command`` needs."""
     missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
     if missing:
         raise InputError(
@@ -23,7 +22,7 @@ def need(command: str, *packages: str) -> None:
 
 
 def need_kernels(command: str, device_type: str) -> None:
-    """Triton, and numpy where its interpreter computes."""
+    """Check Triton, and numpy where its interpreter runs."""
     need(command, "triton")
     if device_type == "cpu":
         need(f"{command} without GPUs", "numpy")
@@ -46,8 +45,8 @@ def folder_for(path: Path | None) -> Path | None:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"asked: to write into {path} ({error.strerror}); allowed: a folder that is there or can be made; "
-                "remedy: name another"
+                f"asked: to write into {path} ({error.strerror}); allowed: a folder that exists or "
+                "can be made; remedy: name another"
             ) from None
         require(
             os.access(path, os.W_OK | os.X_OK),

@@ -1,4 +1,4 @@
-"""A bench report as a table: losing cells marked and kept, geometric means below each block."""
+"""A bench report as a table, with losses marked, and geometric means below each block."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCKS = {
     "small": "small, in a CUDA graph",
     "smoke": "smoke: interpreted or tiny, times mean nothing",
 }
-# limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over ours, below 1 we lose.
-# -gemm: ours less the bare matmul, microseconds.
+# limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over that of tileweave;
+# below 1 the rival is faster. -gemm: tileweave less the bare matmul, microseconds.
 _RATIOS = {
     "limit": "limit_ratio",
     "/unfused": "over_unfused",
@@ -47,14 +47,17 @@ _PASS, _FAIL = "green", "bold red"
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
-    """One table for each block of cases; microseconds unless said. ``width``: columns of the
+    """One table per block of cases, in microseconds unless stated. ``width``: columns of the
     screen."""
     tables = []
     for block, title in BLOCKS.items():
         cases = [case for case in report["cases"] if case["block"] == block]
         if cases:
             device = report["environment"].get("device", "")
-            heading = f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
+            heading = (
+                f"{report['op']}, {title}; world {report['world_size']}, {device}; "
+                "us, slowest rank, median of repeats"
+            )
             columns = _columns(report["op"], width)
             table = new_table(heading, columns, _HEADINGS, _TEXTS)
             bars = samples_of(report["op"]).bars.get(block, {})
@@ -72,8 +75,8 @@ def new_table(
     headings: Mapping[str, str],
     texts: Sequence[str] = ("case",),
 ) -> Table:
-    """One without rows. ``headings``: what columns are called there, if not by their name.
-    ``texts``: columns of words."""
+    """A table without rows. ``headings``: of columns not headed by their name. ``texts``: columns
+    of text."""
     table = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
     )
@@ -85,7 +88,7 @@ def new_table(
 
 
 def _columns(op: str, width: int) -> list[str]:
-    """Times of this operator's own rivals only; less on a narrow screen."""
+    """Times of this operator's own rivals only; fewer columns on a narrow screen."""
     hidden = [name for name in TORCHS if name not in samples_of(op).rival.torchs]
     return [
         name
@@ -129,8 +132,8 @@ def _cells(case: dict[str, Any], bars: dict[str, Bar]) -> dict[str, str]:
 def _add_summary(
     table: Table, cases: list[dict[str, Any]], columns: list[str], bars: dict[str, Bar]
 ) -> None:
-    """Geometric mean and worst of the ratios, the most of what is over the bare matmul; and the
-    bars, met or not."""
+    """Geometric mean and worst of the ratios, largest time over the bare matmul; and the bars, met
+    or not."""
     mean, worst, bar = {"case": "geometric mean"}, {"case": "worst"}, {"case": "bar: mean, worst"}
     for column, key in _FIGURES.items():
         values = [case[key] for case in cases if math.isfinite(case[key])]
@@ -149,7 +152,7 @@ def _add_summary(
 
 
 def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
-    """The numbers of a bar, each green where it was reached."""
+    """The numbers of a bar, each green if it was reached."""
     if bar is None:
         return ""
     parts = []
@@ -164,7 +167,7 @@ def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
-    """What the table's marks stand for, what is missing, and whether its times mean anything."""
+    """What the marks of the table mean, what is missing, and whether times have a meaning."""
     timings = [
         (name, timing["note"]) for case in report["cases"] for name, timing in case["times"].items()
     ]
@@ -184,12 +187,11 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
 
 def why_nothing(report: dict[str, Any]) -> str:
-    """Why not a single time was taken; empty where one was, or where results were wrong, which is
-    said elsewhere."""
+    """Why no time was taken; "" if one was, or if results were wrong (reported elsewhere)."""
     if not report["cases"]:
         return "no time for any case"
     timed = any(case["times"] for case in report["cases"]) or not is_right(report)
-    return "" if timed else "nobody who was asked for can run here"
+    return "" if timed else "none of the chosen rivals can run here"
 
 
 def is_right(report: dict[str, Any]) -> bool:
@@ -198,7 +200,7 @@ def is_right(report: dict[str, Any]) -> bool:
 
 
 def median(case: dict[str, Any], name: str) -> float:
-    """Microseconds of a rival; NaN where there is no time of it."""
+    """Microseconds of a rival; NaN if there is no time."""
     return float(case["times"].get(name, {}).get("median_us", math.nan))
 
 
@@ -207,7 +209,7 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def marked(ratio: float, least: float, digits: int = 2) -> str:
-    """A ratio in a table, which stands out below ``least``."""
+    """A ratio in a table, highlighted below ``least``."""
     text = number(ratio, digits)
     return f"[bold red]!{text}[/]" if ratio < least else text
 

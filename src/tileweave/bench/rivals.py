@@ -1,18 +1,21 @@
-"""Who is measured beside us, on one rank and for one case: callables over the same operands.
+"""The rivals of matmul operators: callables over the same operands, on one rank and for one case.
 
-==============  ==================================================================================================
-tileweave       the public operator, result into memory that is there
-nccl+cublas     the collective and one matmul, one after the other (over gloo and torch where there is no GPU)
+==============  ====================================================================================
+tileweave       the public operator, with ``out=``
+nccl+cublas     the collective and one matmul, one after the other (gloo and torch without GPUs)
 torch fused     ``torch.ops.symm_mem.fused_all_gather_matmul`` or ``fused_matmul_reduce_scatter``
-torch one-shot  one matmul into symmetric memory, then torch's all-reduce over it in which every rank reads all others
-torch two-shot  the same with torch's all-reduce in two steps: every rank sums a share, then all read the shares
+torch one-shot  one matmul into symmetric memory, then torch's all-reduce over it, in which every
+                rank reads all others
+torch two-shot  the same with torch's all-reduce in two steps: every rank sums a part, then all read
+                the parts
 gemm            that matmul alone, no communication
-co-run bound    the same matmul while copy engines push what the operator must send, with no dependence: the limit
-==============  ==================================================================================================
+co-run bound    the same matmul while copy engines push what the operator must send, without
+                dependence: the limit
+==============  ====================================================================================
 
-The only file besides ``transport/cuda.py`` that touches torch's private symmetric memory, for
-torch's and the last. Weights rotate through copies past the L2, for all peers alike; each call
-takes the next one.
+Besides ``transport/cuda.py`` only this file uses torch's private symmetric memory, for the
+operators of torch and for the co-run bound. Weights rotate through copies that exceed the L2, for
+all rivals; each call takes the next one.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ OURS, UNFUSED, TORCH, GEMM, CORUN = (
     "co-run bound",
 )
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
-PEERS = (OURS, UNFUSED, TORCH, ONE_SHOT, TWO_SHOT, GEMM, CORUN)
+RIVALS = (OURS, UNFUSED, TORCH, ONE_SHOT, TWO_SHOT, GEMM, CORUN)
 TORCHS = (TORCH, ONE_SHOT, TWO_SHOT)
 _ON_GPU_ONLY = (*TORCHS, CORUN)
 _MAX_WEIGHTS = 8
@@ -53,15 +56,15 @@ _L2_TIMES = 2.5
 Call = Callable[[], object]
 
 
-class Peers(ABC):
-    """The callables of one case. Collective to make (symmetric memory).
+class Rivals(ABC):
+    """The callables of one case. Making them is collective (symmetric memory).
 
-    ``functions``: name -> one call. ``missing``: name -> why it cannot run here. An operator says
-    what its matmul reads, what its unfused path does, which of torch's operators are its rivals,
-    and what it must push.
+    ``functions``: name -> one call. ``missing``: name -> why it cannot run here. A subclass per
+    operator defines what its matmul reads, its unfused path, which operators of torch are its
+    rivals, and what it must push.
     """
 
-    torchs: ClassVar[tuple[str, ...]] = (TORCH,)  # torch's own operators among the rivals
+    torchs: ClassVar[tuple[str, ...]] = (TORCH,)  # operators of torch among the rivals
 
     def __init__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member = case, member
@@ -81,13 +84,13 @@ class Peers(ABC):
         makers = self.makers()
         made = {
             name: self._make(name, makers[name])
-            for name in PEERS
+            for name in RIVALS
             if name in names and name in makers
         }
         self.functions = {name: function for name, function in made.items() if function is not None}
 
     def makers(self) -> dict[str, Callable[[], Call | None]]:
-        """Name -> what makes the callable."""
+        """Name -> function that makes the callable."""
         return {OURS: self.ours, UNFUSED: self.unfused, GEMM: self.gemm, CORUN: self.corun}
 
     def _make(self, name: str, maker: Callable[[], Call | None]) -> Call | None:
@@ -101,7 +104,7 @@ class Peers(ABC):
         return self.subject.draw(shape, self.dtype, self.device, self.rank, self.size, seed, False)
 
     def _weights(self) -> list[torch.Tensor]:
-        """The weight and enough others that together they do not fit the L2."""
+        """The weight, and copies so that together they do not fit the L2."""
         w = self.operands.w
         if not self.member.on_gpu:
             return [w]
@@ -116,7 +119,7 @@ class Peers(ABC):
         ]
 
     def input(self) -> torch.Tensor:
-        """What the bare matmul multiplies."""
+        """The input of the bare matmul."""
         return self.operands.x
 
     def ours(self) -> Call:
@@ -130,7 +133,7 @@ class Peers(ABC):
 
     @abstractmethod
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(source here, target at a peer) of everything that this rank must send, for the bound."""
+        """(local source, target on a peer) of all that this rank must send, for the bound."""
 
     def gemm(self) -> Call:
         x, ws = self.input(), cycle([w.t() for w in self.weights])
@@ -151,20 +154,22 @@ class Peers(ABC):
 
         return call
 
-    def torch_operator(self, name: str, peer: str) -> Any:
-        """``torch.ops.symm_mem.<name>``, or None and a note where this torch has none. Symmetric
-        memory comes first."""
+    def torch_operator(self, name: str, rival: str) -> Any:
+        """``torch.ops.symm_mem.<name>``, or None and a note if this torch has none.
+
+        Call :meth:`symmetric` first.
+        """
         if not hasattr(torch.ops.symm_mem, name):
-            self.missing[peer] = f"this torch has no torch.ops.symm_mem.{name}"
+            self.missing[rival] = f"this torch has no torch.ops.symm_mem.{name}"
             return None
         return getattr(torch.ops.symm_mem, name)
 
     def symmetric(self, *shape: int) -> tuple[torch.Tensor, Any]:
-        """Collective: symmetric memory of ``shape``, and torch's handle on it. Registers torch's
+        """Collective: symmetric memory of ``shape``, and its handle in torch. Registers torch's
         operators."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        with warnings.catch_warnings():  # deprecated where it is not needed any more
+        with warnings.catch_warnings():  # deprecated in versions that do not need it
             warnings.simplefilter("ignore")
             symm_mem.enable_symm_mem_for_group(self.group.group_name)
         tensor = symm_mem.empty(*shape, dtype=self.dtype, device=self.device)
@@ -173,17 +178,17 @@ class Peers(ABC):
         return tensor, handle
 
     def others(self, handle: Any, shape: tuple[int, ...]) -> list[torch.Tensor]:
-        """Each peer's memory behind ``handle``, starting with the next rank."""
+        """The memory of each peer from ``handle``, starting with the next rank."""
         return [
             handle.get_buffer((self.rank + i) % self.size, shape, self.dtype)
             for i in range(1, self.size)
         ]
 
     def errors(self) -> tuple[float, float]:
-        """Collective use of the operator, twice: worst error on this rank against fp32, and against
-        the unfused path.
+        """Collective: call the operator twice; worst errors on this rank, against fp32 and the
+        unfused path.
 
-        Outputs are full of NaN before; the second call has other data.
+        Outputs are filled with NaN before; the second call has other data.
         """
         against_fp32, against_unfused = [], []
         for attempt in range(2):
@@ -200,8 +205,8 @@ class Peers(ABC):
         return worst_of(against_fp32), worst_of(against_unfused)
 
 
-class AllGatherMatmulPeers(Peers):
-    """The gathered input times the weight; every rank pushes its shard to all others."""
+class AllGatherMatmulRivals(Rivals):
+    """The matmul is gathered input times weight; every rank pushes its shard to all others."""
 
     def makers(self) -> dict[str, Callable[[], Call | None]]:
         return {**super().makers(), TORCH: self.torch_fused}
@@ -226,8 +231,8 @@ class AllGatherMatmulPeers(Peers):
             return None
         shard.copy_(self.operands.x)
         ws, name = cycle([w.t() for w in self.weights]), self.group.group_name
-        # as our call, without the gathered input: returning it costs a copy of the own shard, and
-        # the path of one multicast
+        # without the gathered input, as tileweave is called: returning it costs a copy of the own
+        # shard, and excludes the path with multicast
         return lambda: operator(shard, [next(ws)], 0, name, return_A=False)
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -237,8 +242,8 @@ class AllGatherMatmulPeers(Peers):
         return [(x, target[rows]) for target in self.others(handle, local.shape)]
 
 
-class MatmulReduceScatterPeers(Peers):
-    """The partial product; every rank pushes to each other rank the rows that this one owns."""
+class MatmulReduceScatterRivals(Rivals):
+    """The matmul is the partial sum; every rank pushes to each other rank the rows that it owns."""
 
     def makers(self) -> dict[str, Callable[[], Call | None]]:
         return {**super().makers(), TORCH: self.torch_fused}
@@ -275,9 +280,12 @@ class MatmulReduceScatterPeers(Peers):
         return [(self.out, target[self.rank]) for target in self.others(handle, local.shape)]
 
 
-class MatmulAllReducePeers(Peers):
-    """The partial product; a rank sends at least what a reduce-scatter and an all-gather send, 2
-    (R-1) / R of the result."""
+class MatmulAllReduceRivals(Rivals):
+    """The matmul is the partial sum; a rank sends at least as much as in a reduce-scatter and an
+    all-gather.
+
+    That is 2 (R - 1) / R of the result.
+    """
 
     torchs = (ONE_SHOT, TWO_SHOT)
 
@@ -306,10 +314,10 @@ class MatmulAllReducePeers(Peers):
     def two_shot(self) -> Call | None:
         return self._then("two_shot_all_reduce_", TWO_SHOT)
 
-    def _then(self, name: str, peer: str) -> Call | None:
+    def _then(self, name: str, rival: str) -> Call | None:
         """A matmul into symmetric memory, then torch's all-reduce ``name`` over it."""
         partial, _ = self.symmetric(*self.out.shape)
-        operator = self.torch_operator(name, peer)
+        operator = self.torch_operator(name, rival)
         if operator is None:
             return None
         x, ws, group = self.operands.x, cycle([w.t() for w in self.weights]), self.group.group_name
@@ -327,11 +335,10 @@ class MatmulAllReducePeers(Peers):
         return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
 
 
-class ExchangePeers(Peers):
-    """A matmul and one all-to-all, with the permutation of columns that torch's needs.
+class ExchangeRivals(Rivals):
+    """A matmul and one all-to-all, with the permutation of columns that torch's all-to-all needs.
 
-    Before it one product for each rank writes them where they must stand; behind it they are
-    copied.
+    Before it, one matmul per rank writes columns in order; after it they are copied.
     """
 
     def input(self) -> torch.Tensor:
@@ -355,7 +362,7 @@ class ExchangePeers(Peers):
         def exchange(to: torch.Tensor, parts: torch.Tensor) -> None:
             if on_gpu:
                 dist.all_to_all_single(to, parts, group=self.group)
-            else:  # gloo has no halves
+            else:  # gloo has no 2-byte floats
                 to.copy_(
                     reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to)
                 )

@@ -1,11 +1,10 @@
-"""The bench itself: for each case correctness, then time, all peers interleaved; a table, JSON and
-a plot of it.
+"""The bench: for each case correctness, then time, all rivals interleaved; a table, JSON and a
+plot.
 
     tileweave bench all_gather_matmul --json out.json --plot out.png
 
-runs on every rank (:func:`bench` is what the launcher calls); rank 0 shows progress and keeps the
-report. A report is a plain dict, written after each case, so that a run that is cut short is not
-lost.
+runs on every rank (the launcher calls :func:`bench`); rank 0 shows progress and keeps the report. A
+report is a plain dict, written after each case, so that an interrupted run is not lost.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tileweave.bench.cases import Case, select
 from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
 from tileweave.bench.report import tables_of
-from tileweave.bench.rivals import CORUN, GEMM, OURS, PEERS, TORCHS, UNFUSED
+from tileweave.bench.rivals import CORUN, GEMM, OURS, RIVALS, TORCHS, UNFUSED
 from tileweave.bench.samples import Benched, samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
@@ -41,20 +40,23 @@ _HOST_CALLS = 50
 
 @dataclass(frozen=True)
 class Options:
-    """What to bench. ``peers``: None for all that are rivals; ``seconds``: no new case starts after
-    that; ``smoke``: tiny cases, also without a GPU."""
+    """What to bench.
+
+    ``rivals``: None for all; ``seconds``: no new case starts after that; ``smoke``: tiny cases,
+    also without a GPU.
+    """
 
     op: str = "all_gather_matmul"
     pattern: str | None = None
     quick: bool = False
-    peers: tuple[str, ...] | None = None
+    rivals: tuple[str, ...] | None = None
     repeats: int = 7
     seconds: float = 900.0
     json_path: str | None = None
     smoke: bool = False
 
     def cases(self) -> list[Any]:
-        """Eager ones first: a captured call of an instance costs its later eager calls a
+        """Eager cases first: after a captured call, eager calls of an instance have one more
         barrier."""
         if self.smoke:
             found = samples_of(self.op).smoke
@@ -64,7 +66,7 @@ class Options:
 
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
-    """Bench on every rank of the world; the report is complete on rank 0 only. Collective."""
+    """Bench on every rank of the world. Collective; the report is complete on rank 0 only."""
     method = (
         "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
     )
@@ -84,11 +86,10 @@ def run_cases(
     bench_case: Callable[[Member, Any, Options, int, Steps], dict[str, Any]],
     more: Callable[[dict[str, Any]], str] = lambda _: "",
 ) -> dict[str, Any]:
-    """What the bench of every operator does: its cases in turn while there is time, a report that
-    is written after each.
+    """Run the cases of one operator while there is time, and write a report after each.
 
-    ``bench_case(member, case, options, seed, steps)``: one case, as an entry of the report.
-    ``more``: what to say of it behind its times.
+    ``bench_case(member, case, options, seed, steps)`` returns an entry of the report for one case.
+    ``more``: text about the entry, shown after its times.
     """
     cases = options.cases()
     report: dict[str, Any] = {
@@ -110,7 +111,7 @@ def run_cases(
                 continue
             entry = bench_case(member, case, options, seed, steps)
             forget_case(member)
-            for name in (options.peers or ()) if entry["right"] else ():
+            for name in (options.rivals or ()) if entry["right"] else ():
                 if name not in entry["times"]:
                     entry["missing"].setdefault(name, f"not a rival of {options.op}")
             report["cases"].append(entry)
@@ -131,8 +132,10 @@ def run_cases(
 
 
 def forget_case(member: Member) -> None:
-    """Give back what a case used, once nothing refers to its operands. Peers may read this rank's
-    memory until all are here."""
+    """Release what a case used, once nothing refers to its operands.
+
+    Peers may read this rank's memory until all ranks are here.
+    """
     member.barrier()
     tw.close(member.group)
     gc.collect()
@@ -149,7 +152,7 @@ def time_all(
     steps: Steps,
     not_capturable: dict[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Each rival's :class:`Timing` for an entry of the report, all interleaved. Collective."""
+    """The :class:`Timing` of each rival for an entry of the report, all interleaved. Collective."""
     timings = measure(
         functions,
         member.group,
@@ -172,12 +175,12 @@ def _bench_case(
     uncapturable: dict[str, str],
 ) -> dict[str, Any]:
     steps.detail("draws operands")
-    peers = samples_of(case.op).rival(case, member, options.peers or PEERS, seed)
-    plan = peers.subject.explain(peers.operands, member.group)
+    rivals = samples_of(case.op).rival(case, member, options.rivals or RIVALS, seed)
+    plan = rivals.subject.explain(rivals.operands, member.group)
     steps.detail("compiles and checks")
     member.barrier()
-    errors = [worst(error, member.device, member.group) for error in peers.errors()]
-    right = all(error <= TOLERANCE[peers.dtype] for error in errors)
+    errors = [worst(error, member.device, member.group) for error in rivals.errors()]
+    right = all(error <= TOLERANCE[rivals.dtype] for error in errors)
     m, n, k = case.whole(member.world_size)
     entry: dict[str, Any] = {
         **asdict(case),
@@ -191,25 +194,26 @@ def _bench_case(
         "right": right,
         "host_us": math.nan,
         "times": {},
-        "missing": dict(peers.missing),
+        "missing": dict(rivals.missing),
     }
     if right:
-        entry["times"] = time_all(peers.functions, member, options, case.graph, steps, uncapturable)
+        entry["times"] = time_all(
+            rivals.functions, member, options, case.graph, steps, uncapturable
+        )
         for name, timing in entry["times"].items():
-            # once is enough: a failed capture leaves traces in a process
+            # only once: a failed capture leaves side effects in a process
             if "cannot be captured: " in timing["note"]:
                 uncapturable.setdefault(name, timing["note"].split("cannot be captured: ", 1)[1])
-        if OURS in peers.functions and member.on_gpu:
+        if OURS in rivals.functions and member.on_gpu:
             entry["host_us"] = (
-                worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group)
+                worst(_host_seconds(member, rivals.functions[OURS]), member.device, member.group)
                 * 1e6
             )
     return entry | judge(entry["times"])
 
 
 def _host_seconds(member: Member, function: Any) -> float:
-    """Seconds that the host needs to queue one eager call: calls follow each other, the device
-    works behind."""
+    """Seconds that the host needs to queue one eager call, while the device runs earlier ones."""
     function()
     member.barrier()
     laps = []
@@ -222,8 +226,10 @@ def _host_seconds(member: Member, function: Any) -> float:
 
 
 def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The metrics of one case from its timings, NaN where one is missing. ``over_torch``: over the
-    best of torch's own."""
+    """The metrics of one case from its timings; NaN if one is missing.
+
+    ``over_torch``: over the best operator of torch.
+    """
 
     def of(name: str) -> float:
         return float(times.get(name, {}).get("median_us", math.nan))
@@ -242,7 +248,7 @@ def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def short(plan: Plan) -> str:
-    """A plan in a table's cell."""
+    """A plan as a cell of a table."""
     c = plan.config
     if not isinstance(c, MatmulConfig):
         return plan.path
@@ -250,7 +256,7 @@ def short(plan: Plan) -> str:
 
 
 def _agree(member: Member, mine: bool) -> bool:
-    """Rank 0's answer, on every rank."""
+    """The answer of rank 0, on every rank."""
     word = torch.tensor([int(mine)], dtype=torch.int32, device=member.device)
     dist.broadcast(word, 0)
     return bool(word.item())
@@ -263,7 +269,7 @@ def _write(report: dict[str, Any], path: str) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """NaN and infinity as null, which JSON has."""
+    """NaN and infinity as null: JSON does not have them."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -277,4 +283,4 @@ def _plot(report: dict[str, Any], path: Path) -> None:
     plot_bench(report, path)
 
 
-BENCHED = Benched(bench, PEERS, tables_of, _plot)
+BENCHED = Benched(bench, RIVALS, tables_of, _plot)

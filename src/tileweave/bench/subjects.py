@@ -1,8 +1,7 @@
-"""How each operator is drawn, called and judged: what ``bench``, ``check`` and ``demo`` share.
+"""Operands, calls and checks of each operator, which ``bench``, ``check`` and ``demo`` share.
 
-Every rank draws the operands of all ranks from seeds, so what must come out is computed locally in
-fp32 and nothing that is tested is part of the oracle. ``bench/samples`` says which subject is that
-of an operator.
+Every rank generates the operands of all ranks from seeds, so the expected result is computed
+locally in fp32, without code that is tested. ``bench/samples`` maps operators to subjects.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Second = torch.Tensor | None
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one rank: ``rows`` of its shard (of all, where rows are not sharded), ``cols`` and K
-    of its weight."""
+    """Sizes of one rank: ``rows`` of its shard (all, if rows are not sharded), ``cols`` and K of
+    its weight."""
 
     rows: int
     cols: int
@@ -41,8 +40,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one rank passes; its result is ``rows @ columns.T`` plus bias, where those two come from
-    all ranks."""
+    """What one rank passes. Its result is ``rows @ columns.T`` plus bias, with operands of all
+    ranks."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -58,7 +57,7 @@ class Operands:
 
 
 class Subject(Protocol):
-    """One operator, as the commands see it. ``rank`` and ``size`` are those of the group."""
+    """One operator for the commands. ``rank`` and ``size`` are those of the group."""
 
     op: str
 
@@ -82,21 +81,21 @@ class Subject(Protocol):
         out: torch.Tensor | None = None,
         second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
-        """The operator through its public function, with its second result if there is one and it
-        is asked for."""
+        """Call the operator through its public function; with ``second``, for its second result
+        too."""
         ...
 
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
-        """The path that :meth:`call` takes."""
+        """The plan of :meth:`call`."""
         ...
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
-        """One call with stamps on."""
+        """One recorded call."""
         ...
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
-        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if anything
-        is NaN."""
+        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if a value is
+        NaN."""
         ...
 
 
@@ -104,7 +103,7 @@ class _Matmul:
     """What the matmul operators share."""
 
     op: str
-    options: ClassVar[dict[str, int]] = {}  # what a call takes by keyword beside operands
+    options: ClassVar[dict[str, int]] = {}  # keyword arguments of a call besides operands
 
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
         return tw.explain(self.op, operands.x, operands.w, group=group, **self.options)
@@ -124,8 +123,10 @@ class _Matmul:
 
 
 class AllGatherMatmul(_Matmul):
-    """x [m, K], w [n, K], bias [n]; every rank's rows times this rank's columns. Second: the
-    gathered input."""
+    """x [m, K], w [n, K], bias [n]; rows of all ranks times this rank's columns.
+
+    Second result: the gathered input.
+    """
 
     op = "all_gather_matmul"
 
@@ -176,8 +177,8 @@ def _draw_sum(
     size: int,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, k] and w [N, k] of this rank; of all ranks, side by side along K, rows ``mine`` of x
-    and all of w."""
+    """x [rows, k] and w [N, k] of this rank; and of all ranks, concatenated along K, rows ``mine``
+    of x and w."""
     xs, ws = [], []
     x = w = torch.empty(0)
     for r in range(size):
@@ -240,8 +241,10 @@ class MatmulReduceScatter(_Matmul):
 
 
 class MatmulAllReduce(_Matmul):
-    """x [M, k], w [N, k], bias [N]; the sum over ranks on every rank. Second: with residual and
-    norm, the sum before it."""
+    """x [M, k], w [N, k], bias [N]; the sum over ranks on every rank.
+
+    Second result: with residual and norm, the sum before the norm.
+    """
 
     op = "matmul_all_reduce"
 
@@ -290,7 +293,7 @@ class MatmulAllReduce(_Matmul):
         return y, kept
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
-        # the least an all-reduce can send: a reduce-scatter and an all-gather
+        # the least that an all-reduce can send: a reduce-scatter and an all-gather
         size = dist.get_world_size(group)
         sent = (
             2
@@ -358,7 +361,7 @@ class _Exchanged(_Matmul):
 
 
 class MatmulAllToAll(_Exchanged):
-    """QKV: x [m, K] of this rank's tokens, w [R * n, K]; all tokens' n columns of this rank."""
+    """QKV: x [m, K] of this rank's tokens, w [R * n, K]; n columns of this rank, for all tokens."""
 
     op = "matmul_all_to_all"
     options: ClassVar = {"scatter_dim": 1, "gather_dim": 0}
@@ -397,8 +400,7 @@ class MatmulAllToAll(_Exchanged):
 
 
 class AllToAllMatmul(_Exchanged):
-    """The output projection: x [R * m, k] of all tokens and this rank's heads, w [N, R * k]; this
-    rank's tokens [m, N]."""
+    """Output projection: x [R * m, k], all tokens and this rank's heads, w [N, R * k] -> [m, N]."""
 
     op = "all_to_all_matmul"
     options: ClassVar = {"scatter_dim": 0, "gather_dim": 1}
@@ -428,8 +430,7 @@ class AllToAllMatmul(_Exchanged):
 def normal(
     shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int
 ) -> torch.Tensor:
-    """Normal numbers from a generator of their own (a failed graph capture spoils torch's default
-    one)."""
+    """Normal numbers from a separate generator: a failed graph capture breaks the default one."""
     mixed = 0
     for part in seed:
         mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
@@ -438,7 +439,7 @@ def normal(
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory full of NaN, so that what was not written shows."""
+    """Memory filled with NaN, so that elements that were not written are found."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 

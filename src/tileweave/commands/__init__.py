@@ -1,2 +1,1 @@
-"""The commands of ``tileweave``. ``app.py`` parses and delegates; each other file is one
-command."""
+"""Commands of ``tileweave``: ``app.py`` parses and delegates; each other file is one command."""

@@ -29,13 +29,13 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"tileweave's commands need {error.name}: pip install typer rich") from None
 
 app = typer.Typer(
-    help="Matmuls and embedding lookups woven with the collectives they depend on.",
+    help="Matmuls and embedding lookups that overlap with the collectives they depend on.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-# What ``trace`` sees inside: stamps, or waits of interpreted kernels.
+# What ``trace`` shows: stamps of kernels, or waits of interpreted kernels.
 STAMPED = tuple(name for name, spec in SPECS.items() if spec.traced == "stamps")
 WATCHED = tuple(name for name, spec in SPECS.items() if spec.traced == "waits")
 WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
@@ -49,13 +49,14 @@ Device = Annotated[
 def _operator(name: str) -> str:
     if name not in OPERATORS:
         raise InputError(
-            f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; remedy: pass one of these names"
+            f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; "
+            "remedy: pass one of these names"
         )
     return name
 
 
 def _place(device: str, world: int | None) -> tuple[DeviceType, int]:
-    """The kind of device to run on, and how many ranks."""
+    """The kind of device to run on, and the number of ranks."""
     kind: DeviceType = (
         default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
     )
@@ -70,7 +71,7 @@ def version() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has, what will run on it, and why the rest will not."""
+    """Show what this machine has, what will run on it, and why the rest will not."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -108,8 +109,8 @@ def demo(
     ),
     device: Device = "auto",
 ) -> None:
-    """Run every operator end to end on this machine, check it, and draw who waited for whom. Needs
-    no GPU."""
+    """Run every operator on this machine, check it, and draw which ranks waited for which. Needs no
+    GPU."""
     from tileweave.commands.demo import closing, table_of
     from tileweave.commands.demo import demo as run
 
@@ -133,7 +134,7 @@ def demo(
 
 
 def _write_traces(traces: list[Any], out: Path) -> None:
-    """Say what was written; without matplotlib that is no picture."""
+    """Write the traces, and a picture if there is matplotlib; print what was written."""
     from tileweave.commands.demo import write_picture, write_traces
 
     screen = console()
@@ -156,15 +157,16 @@ def check(
         int | None,
         typer.Option(
             min=1,
-            help="Calls with late ranks (default: 500; 15 without GPUs); --stress: of all (100000; 40).",
+            help="Calls with late ranks (default: 500; 15 without GPUs); "
+            "--stress: all calls (100000; 40).",
         ),
     ] = None,
     stress: Annotated[
         bool,
-        typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs."),
+        typer.Option("--stress", help="Random calls instead: two groups and streams, graphs."),
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Another one makes other calls (--stress; default: 1).")
+        int | None, typer.Option(help="Seed of the random calls (--stress; default: 1).")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")
@@ -172,8 +174,8 @@ def check(
     json: Annotated[Path | None, typer.Option(help="Write the counts here (--stress).")] = None,
     device: Device = "auto",
 ) -> None:
-    """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups,
-    CUDA graphs."""
+    """Check the operators against fp32 on this machine: shapes, late ranks, two groups, CUDA
+    graphs."""
     kind, size = _place(device, world)
     need_kernels("tileweave check", kind)
     if stress:
@@ -219,8 +221,8 @@ def check(
 def _stress(
     kind: DeviceType, size: int, calls: int, seed: int, seconds: float, json: Path | None
 ) -> None:
-    """One world, as large as there is. A hang becomes an error in a minute, and the world ends in
-    bounded time."""
+    """One world, as large as possible. A hang becomes an error within a minute, so the world always
+    ends."""
     from dataclasses import asdict
     from json import dumps
     from os import environ
@@ -229,7 +231,7 @@ def _stress(
     from tileweave.commands.check import note_on
     from tileweave.commands.stress import stress as run
 
-    # peers compile meanwhile
+    # peers may be compiling
     patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}
     outcome = launch(
         run,
@@ -265,7 +267,7 @@ def bench(
     cases: Annotated[
         str | None, typer.Option(help="Only cases whose name this regular expression finds.")
     ] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
+    rivals: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each function.")] = 7,
     seconds: Annotated[
         float, typer.Option(min=1, help="Start no new case after that many seconds.")
@@ -277,8 +279,10 @@ def bench(
         bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")
     ] = False,
 ) -> None:
-    """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs
-    or more."""
+    """Time an operator against its unfused path, its rivals and the physical limit.
+
+    Needs two GPUs or more.
+    """
     from tileweave.bench.report import is_right, notes_of, why_nothing
     from tileweave.bench.run import Options
     from tileweave.bench.samples import samples_of
@@ -286,8 +290,8 @@ def bench(
     kind, samples = default_device_type(), samples_of(_operator(op))
     if kind == "cpu" and not smoke:
         raise InputError(
-            "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
-            "remedy: run it there, or try the machinery with --smoke"
+            "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no "
+            "meaningful time; remedy: run it there, or try the bench with --smoke"
         )
     if smoke and (cases or quick):
         raise InputError(
@@ -297,18 +301,19 @@ def bench(
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
     allowed = samples.bench.rivals
-    named = tuple(name.strip() for name in peers.split(",")) if peers else None
+    named = tuple(name.strip() for name in rivals.split(",")) if rivals else None
     if not set(named or ()) <= set(allowed):
         raise InputError(
-            f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these"
+            f"asked: rivals {rivals}; allowed: {', '.join(allowed)}; remedy: pass some of these"
         )
     options = Options(
         op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke
     )
     if not _found(options):
         raise InputError(
-            f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular expression that finds one of "
-            f"{', '.join(case.name for case in samples.cases)}; remedy: pass such a one"
+            f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular "
+            f"expression that finds one of {', '.join(case.name for case in samples.cases)}; "
+            "remedy: pass such an expression"
         )
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
     report = launch(
@@ -331,7 +336,7 @@ def bench(
 
 
 def _found(options: Any) -> bool:
-    """Whether there are such cases; what is no regular expression finds none."""
+    """Whether there are such cases; False for an invalid regular expression."""
     import re
 
     try:
@@ -345,7 +350,8 @@ def trace(
     op: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(STAMPED)}, if fused; without GPUs, {WAITS}, no more. Others have no stamps."
+            help=f"{', '.join(STAMPED)}, if fused; without GPUs, {WAITS}, no more. "
+            "Others have no stamps."
         ),
     ] = STAMPED[0],
     rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
@@ -358,8 +364,7 @@ def trace(
     world: World = None,
     device: Device = "auto",
 ) -> None:
-    """Record one call from inside its kernels: who pushed, who waited for whom, who computed
-    what."""
+    """Record one call inside its kernels: which ranks pushed, waited for which, computed what."""
     from tileweave.bench.cases import Case
     from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
@@ -367,7 +372,7 @@ def trace(
     kind, size = _place(device, world)
     allowed, remedy = (
         f"one of {', '.join((*STAMPED, *WATCHED))}",
-        "name such a one: the others' kernels have no stamps",
+        "name one of these: kernels of other operators have no stamps",
     )
     require(_operator(op) in (*STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
     few = [
@@ -375,12 +380,12 @@ def trace(
         for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
         if name in samples_of(op).shared and value < size
     ]
-    require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
+    require(not few, ", ".join(few), f"{size} or more, one for each rank", "pass larger sizes")
     need_kernels("tileweave trace", kind)
     folder_for(out)
     screen, case = console(), Case(op, "trace", rows, cols, depth, False, "smoke", dtype)
     whole = case.whole(size)
-    rounded = "" if whole == (rows, cols, depth) else ", rounded to what ranks share alike"
+    rounded = "" if whole == (rows, cols, depth) else ", rounded to multiples of the world size"
     screen.print(
         f"{op}, M, N, K: {', '.join(map(str, whole))}, over {size} ranks{rounded}", markup=False
     )
@@ -390,7 +395,10 @@ def trace(
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
-        none = f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; without GPUs, {WAITS}"
+        none = (
+            f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; "
+            f"without GPUs, {WAITS}"
+        )
         screen.print(
             none
             if plan.path == "fused"
@@ -405,8 +413,8 @@ def trace(
     add_help_option=False,
 )
 def simulate(context: typer.Context) -> None:
-    """Predict what fusion brings on a cluster you do not have: training, serving, experts,
-    recommendation. Needs no GPU."""
+    """Predict what fusion gains on a cluster: training, serving, experts, recommendation. Needs no
+    GPU."""
     from tileweave.commands.simulate import app as simulator
 
     simulator(context.args, prog_name="tileweave simulate")
@@ -414,7 +422,9 @@ def simulate(context: typer.Context) -> None:
 
 @app.command()
 def fuzz(
-    runs: Annotated[int, typer.Option(min=1, help="Interleavings to explore, about.")] = 20_000,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Approximate number of interleavings to explore.")
+    ] = 20_000,
     only: Annotated[
         str,
         typer.Option(
@@ -423,21 +433,21 @@ def fuzz(
     ] = "",
     first: Annotated[
         int,
-        typer.Option(
-            min=0, help="Number of the first seed: another one explores other interleavings."
-        ),
+        typer.Option(min=0, help="First seed: other seeds explore other interleavings."),
     ] = 0,
     seconds: Annotated[
         float, typer.Option(min=0, help="Stop after this long (0: when all is done).")
     ] = 0.0,
-    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
     replay: Annotated[
         str, typer.Option(help="Run this one seed again, and print what happens.")
     ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
 ) -> None:
-    """Explore interleavings of every operator's kernels, all ranks in one process, memory as weak
-    as it may be. No GPU."""
+    """Explore interleavings of the kernels of every operator. Needs no GPU.
+
+    All ranks run in one process, with memory as weakly ordered as the memory model allows.
+    """
     from json import dumps
     from os import cpu_count
 
@@ -467,8 +477,8 @@ def fuzz(
         raise typer.Exit(1)
     screen.print(explorer.table_of(report))
     screen.print(
-        f"{report.interleavings} interleavings, {report.distinct} of them distinct, {report.steps} scheduling points, "
-        f"{report.seconds:.0f} s: nothing wrong"
+        f"{report.interleavings} interleavings, {report.distinct} of them distinct, "
+        f"{report.steps} scheduling points, {report.seconds:.0f} s: nothing wrong"
     )
 
 

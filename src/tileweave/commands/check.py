@@ -1,10 +1,10 @@
 """``tileweave check``: are the operators right on the devices of this machine?
 
-Four kinds of check for each operator, in worlds of 2, 3 and 4 ranks as devices allow: shapes (odd
-ones, every dtype, bias, gathered, ``out=``), hundreds of calls of changing size with each rank late
-in turn and nobody waiting in between, two groups at once, and CUDA graphs replayed with changing
-inputs. Data is fresh in each call and outputs are full of NaN before, so a stale slot or a signal
-that came too early cannot hide. Without GPUs the kernels run interpreted, and counts are small.
+There are four checks per operator, in worlds of 2, 3 and 4 ranks as devices allow: shapes (odd
+ones, every dtype, bias, gathered, ``out=``); hundreds of calls of changing size, with each rank
+late in turn and no wait between calls; two groups at once; and CUDA graphs replayed with changing
+inputs. Each call has new data, and outputs are filled with NaN before, so stale slots and early
+signals are found. Without GPUs the kernels are interpreted, and counts are small.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from tileweave.bench.subjects import (
 )
 from tileweave.launcher import Member
 
-_BATCH = 50  # calls that are queued before any is looked at
+_BATCH = 50  # calls that are queued before their results are checked
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check: the worst error over all its calls and ranks, relative to what its dtype allows (1
-    is the limit)."""
+    """One check: the worst error over all calls and ranks, as a fraction of the tolerance."""
 
     op: str
     world_size: int
@@ -60,7 +59,7 @@ class CheckRow:
 
 @dataclass
 class _Pending:
-    """A call that was made; ``verify`` compares it once it is done."""
+    """A call that was made; ``verify`` compares its result once it is complete."""
 
     subject: Subject
     operands: Operands
@@ -129,7 +128,7 @@ class Checker:
         return _Pending(self.subject, operands, *self.subject.call(operands, group, place, second))
 
     def shapes(self) -> Iterator[float]:
-        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and the second
+        """Every shape: plain; with bias and ``out=``; in the other dtype with bias and second
         result; in fp32."""
         group, (first, second) = self.member.group, self.dtypes
         # dtype, bias, out=, second result: few enough that compiling them does not take longer than
@@ -148,8 +147,8 @@ class Checker:
                 yield self._call(operands, group, into, second).share()
 
     def late_ranks(self) -> Iterator[float]:
-        """Calls of changing size; one rank comes late to each, in turn, and nobody looks at results
-        in between."""
+        """Calls of changing size; one rank after the other is late, and results are not read in
+        between."""
         group, order = self.member.group, random.Random(7)
         shapes = [order.choice(self.sizes.changing) for _ in range(self.calls)]
         for first in range(0, self.calls, _BATCH):
@@ -165,16 +164,18 @@ class Checker:
             yield from [call.share() for call in pending]
 
     def two_groups(self) -> Iterator[float]:
-        """The world and a part of it in turns, each with an epoch of its own; on GPUs from two
+        """The world and a smaller group alternate, each with its own epochs; on GPUs on two
         streams."""
         members = [0, 1]
-        part: Any = dist.new_group(members)  # a marker on ranks that are not in it
+        part: Any = dist.new_group(
+            members
+        )  # on ranks that are no members, new_group returns a marker
         mine = [self.member.group] + ([part] if self.member.rank in members else [])
         streams = [torch.cuda.Stream() for _ in mine] if self.member.on_gpu else None
         pending = []
         for n in range(max(self.calls // 5, 6)):
             for which, group in enumerate(mine):
-                if which == 1 and n % 3 == 2:  # the part has fewer calls than the world
+                if which == 1 and n % 3 == 2:  # the smaller group makes fewer calls than the world
                     continue
                 shape = self.sizes.changing[(n + which) % len(self.sizes.changing)]
                 operands = self._draw(shape, self.dtypes[0], 9000 + 2 * n + which, group, bias=True)
@@ -193,8 +194,8 @@ class Checker:
         self.member.barrier()
 
     def graph_replayed(self) -> Iterator[float]:
-        """Two calls in one CUDA graph, replayed with other inputs each time; now and then an eager
-        call between."""
+        """Two calls in one CUDA graph, replayed with other inputs; sometimes an eager call in
+        between."""
         group = self.member.group
         for shape in self.sizes.captured:
             operands = self._draw(shape, self.dtypes[0], 1, group, bias=False)
@@ -240,7 +241,8 @@ def check(member: Member, calls: int) -> list[CheckRow]:
                 rows.append(checker.run(name))
                 verdict = "ok" if rows[-1].right else "[bold red]WRONG[/]"
                 steps.done(
-                    f"{verdict}, {rows[-1].calls} calls, worst error {rows[-1].share:.2g} of what is allowed"
+                    f"{verdict}, {rows[-1].calls} calls, "
+                    f"worst error {rows[-1].share:.2g} of what is allowed"
                 )
     member.barrier()
     tw.close()
@@ -254,13 +256,13 @@ def table_of(rows: list[CheckRow]) -> Table:
         "operator",
         "world",
         "check",
-        "calls of a rank",
+        "calls per rank",
         "error / allowed",
         "seconds",
         "",
         "paths taken",
     ):
-        numeric = name in ("world", "calls of a rank", "error / allowed", "seconds")
+        numeric = name in ("world", "calls per rank", "error / allowed", "seconds")
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=name != "paths taken"
         )
@@ -280,8 +282,8 @@ def table_of(rows: list[CheckRow]) -> Table:
 
 
 def note_on(paths: Iterable[str]) -> list[str]:
-    """A line where no kernel of ours was checked: every path, of one case or several by commas, is
-    unfused."""
+    """A note if only unfused paths were checked. ``paths``: of each case, or several separated by
+    commas."""
     taken = {path for several in paths for path in several.split(", ")}
     return [
         "note: every path taken is unfused: torch and its collectives were checked, no kernel"

@@ -1,9 +1,9 @@
 """``tileweave demo``: every fused operator end to end on this machine, checked, and drawn.
 
-Without GPUs the real Triton kernels run in Triton's interpreter, one process a rank, over shared
-host memory; with two GPUs or more the compiled kernels run. Each case is several calls on fresh
-data, so that slots and epochs wrap; every result is compared with fp32 computed locally. The last
-call of a case is recorded: what was sent, signalled, awaited.
+Without GPUs the real Triton kernels run in Triton's interpreter, one process per rank, over shared
+host memory; with two GPUs or more the compiled kernels run. Each case makes several calls on new
+data, so that slots and epochs wrap around; every result is compared with fp32 computed locally. The
+last call of a case is recorded: what was sent, signaled and waited for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS = 4  # both slots twice
 
 @dataclass(frozen=True)
 class DemoRow:
-    """What came out of a case; bytes, signals and waits are those of one rank and call, mean over
+    """The results of a case. Bytes, signals and waits are those of one rank and call, mean over
     ranks."""
 
     case: DemoCase
@@ -101,7 +101,7 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
             case.bias,
         )
         if call == CALLS - 1:
-            member.barrier()  # so that the picture shows the call, not who drew numbers faster
+            member.barrier()  # so that the picture shows the call, not how fast ranks made inputs
             if member.rank == member.world_size - 1 and case.late_seconds:
                 member.pause(case.late_seconds)
             recording = subject.record(operands, member.group)
@@ -117,7 +117,7 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
         errors.append(subject.error(operands, out, second))
     assert recording is not None, "the last call is recorded"
     error = worst(worst_of(errors), member.device, member.group)
-    title = f"{case.op}, {case.name}: {case.shape} a rank, {short(recording.plan)}"
+    title = f"{case.op}, {case.name}: {case.shape} per rank, {short(recording.plan)}"
     trace = gather(title, recording, member.group)
     figures = summary(trace)
     waited = (
@@ -130,20 +130,20 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
 
 
 def _mean(value: float, member: Member) -> float:
-    """Over ranks; collective."""
+    """The mean over ranks; collective."""
     total = torch.tensor([value], dtype=torch.float64, device=member.device)
     dist.all_reduce(total, group=member.group)
     return total.item() / member.world_size
 
 
-_LEAST_WHAT = 27  # columns of "what", which shrinks first
-# in this order
-_DISPENSABLE = ("allowed", "dtype", "m, n, K of a rank", "signals", "sent", "waited", "path taken")
+_LEAST_WHAT = 27  # least width of column "what", which shrinks first
+# columns that are dropped, in this order
+_DISPENSABLE = ("allowed", "dtype", "m, n, K per rank", "signals", "sent", "waited", "path taken")
 
 
 def table_of(result: DemoResult, width: int = 190) -> Table:
-    """The demo's result as a table of at most ``width`` columns, if need be without figures that
-    matter least."""
+    """The result as a table of at most ``width`` columns, without less important columns if
+    necessary."""
     rows = result.rows
     cells = {
         "operator": [row.case.op for row in rows],
@@ -154,7 +154,7 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
         "waited": [_time(row.waited_us) if row.waited_us > 0 else "-" for row in rows],
         "sent": [_bytes(row.sent_bytes) for row in rows],
         "signals": [f"{row.signals:.0f}" for row in rows],
-        "m, n, K of a rank": [str(row.case.shape) for row in rows],
+        "m, n, K per rank": [str(row.case.shape) for row in rows],
         "dtype": [str(row.case.dtype).removeprefix("torch.") for row in rows],
         "allowed": [f"{TOLERANCE[row.case.dtype]:.0e}" for row in rows],
     }
@@ -164,8 +164,11 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
             break
         dropped.append(name)
         del cells[name]
-    title = f"{result.world_size} ranks on {result.where}; sent, signals, waited (-: not seen): one rank, one call"
-    # a semicolon: names have commas
+    title = (
+        f"{result.world_size} ranks on {result.where}; "
+        "sent, signals, waited (-: not seen): one rank, one call"
+    )
+    # a semicolon, since names have commas
     caption = f"no room for: {'; '.join(dropped)}" if dropped else None
     table = Table(
         title=title,
@@ -194,8 +197,7 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
 
 
 def _least_width(cells: dict[str, list[str]]) -> int:
-    """Columns of the terminal that a table of ``cells`` takes at least: two stand between two
-    columns."""
+    """The smallest width of a table of ``cells``, with two characters between columns."""
     widths = {name: max(map(len, [name, *column])) for name, column in cells.items()}
     return sum(widths.values()) - max(widths["what"] - _LEAST_WHAT, 0) + 2 * len(widths)
 
@@ -216,7 +218,7 @@ def _time(microseconds: float) -> str:
 
 
 def write_traces(traces: Sequence[Trace], folder: Path) -> list[Path]:
-    """A file of events for each of ``traces``, into ``folder``; the paths."""
+    """Write a file of events per trace into ``folder``; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for number, trace in enumerate(traces):
@@ -226,7 +228,7 @@ def write_traces(traces: Sequence[Trace], folder: Path) -> list[Path]:
 
 
 def write_picture(traces: Sequence[Trace], folder: Path) -> Path:
-    """The picture of ``traces``, into ``folder``; its path. Needs matplotlib."""
+    """Draw ``traces`` into ``folder``; return the path. Needs matplotlib."""
     from tileweave.profile.plot import plot_traces
 
     picture = folder / "who_waited_for_whom.png"
@@ -249,6 +251,6 @@ def trace_one(
     recording = subject.record(operands, member.group)
     tw.synchronize(member.group)
     trace = gather(
-        f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group
+        f"{op}: {shape} per rank, {dtype}, {short(recording.plan)}", recording, member.group
     )
     return trace, recording.plan

@@ -1,7 +1,6 @@
 """``tileweave doctor``: what this machine has, what will run on it, and why the rest will not.
 
-Starts no process and no process group, and never fails: what cannot be found out is reported as
-such.
+Starts no process and no process group, and never fails: what cannot be found out is reported.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _OPTIONAL = {
 
 @dataclass(frozen=True)
 class Fact:
-    """One line: ``good`` is None where a value is neither good nor bad."""
+    """One line. ``good``: None if the value is neither good nor bad."""
 
     name: str
     value: str
@@ -67,7 +66,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine."""
+    """Examine this machine."""
     found = Diagnosis()
     found.software = _software()
     count = _guarded(torch.cuda.device_count, 0)
@@ -80,8 +79,7 @@ def diagnose() -> Diagnosis:
 
 
 def _guarded(question: Callable[[], Any], otherwise: Any) -> Any:
-    """The answer, or ``otherwise`` where asking fails in one of the ways in which drivers and
-    builds fail."""
+    """The answer, or ``otherwise`` if the question fails as drivers and builds do."""
     try:
         return question()
     except _TROUBLE:
@@ -147,8 +145,9 @@ def _devices(count: int) -> list[Fact]:
         facts.append(
             Fact(
                 f"GPU {index}",
-                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} "
-                f"multiprocessors, {properties.total_memory / 2**30:.0f} GiB",
+                f"{properties.name}, sm_{properties.major}{properties.minor}, "
+                f"{properties.multi_processor_count} multiprocessors, "
+                f"{properties.total_memory / 2**30:.0f} GiB",
                 properties.major >= 8,
             )
         )
@@ -179,8 +178,7 @@ def _devices(count: int) -> list[Fact]:
 
 
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
-    """What will run here, and why the rest will not. Plans only where there are compiled kernels to
-    plan with."""
+    """What will run here, and why the rest will not. Plans only if there are compiled kernels."""
     compiled = _compiled(count, linked, machine)
     verdicts = [_interpreted(), compiled]
     if compiled.good:
@@ -219,7 +217,7 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
     lacking = _lacking()
     if lacking:
         return Fact(name, f"no: {lacking}", False)
-    # what the planners of all operators with matmuls ask
+    # the condition of the planners of all operators with matmuls
     unfused = why_no_kernel("bfloat16", machine)
     of_what = (
         f"embeddings fused; matmuls and experts unfused: {unfused}"
@@ -230,7 +228,7 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
 
 
 def _lacking() -> str:
-    """What software compiled kernels need and do not have here; empty where nothing is missing."""
+    """What software compiled kernels need and do not have here; "" if nothing is missing."""
     for package, version, least in (
         ("torch", torch.__version__, LEAST_TORCH),
         ("triton", version_of("triton"), LEAST_TRITON),
@@ -239,7 +237,10 @@ def _lacking() -> str:
         if version is None:
             return f"{package} is missing; remedy: pip install '{package}>={wanted}'"
         if not _at_least(version, least):
-            return f"{package} {version} is older than {wanted}; remedy: pip install '{package}>={wanted}'"
+            return (
+                f"{package} {version} is older than {wanted}; "
+                f"remedy: pip install '{package}>={wanted}'"
+            )
     if not _guarded(lambda: __import__("torch.distributed._symmetric_memory") is not None, False):
         return "this torch has no symmetric memory"
     return ""

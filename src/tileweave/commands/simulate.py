@@ -1,5 +1,4 @@
-"""The command ``tileweave simulate``: parses, shows progress and tables, and delegates to
-``sim``."""
+"""The command ``tileweave simulate``: parses, shows progress and tables, delegates to ``sim``."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 app = typer.Typer(
-    help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.",
+    help="Predict what fusion gains on a cluster, from measured calibration; needs no GPU.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -62,17 +61,19 @@ Device = Annotated[
 Net = Annotated[
     str,
     typer.Option(
-        help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400."
+        help="Network between nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400."
     ),
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all.")]
 PerNode = Annotated[
-    int | None, typer.Option(min=1, help="GPUs of a node (default: as the device usually has).")
+    int | None,
+    typer.Option(min=1, help="GPUs per node (default: the usual number for the device)."),
 ]
 Tp = Annotated[int, typer.Option(help="Tensor-parallel degree, inside a node.")]
 Imbalance = Annotated[
-    float, typer.Option(help="How far the busiest GPU is above the average; 0: none, 0.3: 30 %.")
+    float,
+    typer.Option(help="Load of the busiest GPU above the average; 0: balanced, 0.3: 30 % more."),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")
@@ -80,7 +81,7 @@ Out = Annotated[
 Advise = Annotated[
     bool,
     typer.Option(
-        "--advise", help="Try every degree; say which is best, and which operators to fuse."
+        "--advise", help="Try every degree; show which is best, and which operators to fuse."
     ),
 ]
 Sense = Annotated[
@@ -102,7 +103,7 @@ Cells = Annotated[
 
 @contextmanager
 def _progress(screen: Console) -> Iterator[Callable[[str], None]]:
-    """Say what is being done: a spinner on a terminal, nothing elsewhere."""
+    """Show what is being done: a spinner on a terminal, nothing elsewhere."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("simulates")
@@ -120,7 +121,8 @@ def _cluster(
     if gpus is not None:
         if nodes is not None and nodes * made.gpus_per_node != gpus:
             raise InputError(
-                f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; allowed: one of both; remedy: drop one"
+                f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; "
+                "allowed: one of both; remedy: drop one"
             )
         made = with_gpus(made, gpus)
     return made
@@ -200,14 +202,16 @@ def _write(
 
 
 def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int, Result]]:
-    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, where it fits; the batch grows
-    with the nodes."""
+    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, if it fits.
+
+    The batch grows with the nodes.
+    """
     found = []
     for factor in (0.125, 0.25, 0.5, 1, 2):
         nodes = int(scenario.cluster.nodes * factor)
         work = scenario.workload
         batch = work.global_batch * nodes if isinstance(work, training.Training) else 0
-        # as many samples a node at every point, or no point
+        # the same number of samples per node at every point, or no point
         if nodes < 1 or batch % scenario.cluster.nodes:
             continue
         if isinstance(work, training.Training):
@@ -249,10 +253,10 @@ def train(
         int, typer.Option(help="Data-parallel degree; 0: all GPUs that tp and pp leave.")
     ] = 0,
     global_batch: Annotated[
-        int, typer.Option(help="Samples of a step; 0: 8 micro-batches a stage.")
+        int, typer.Option(help="Samples per step; 0: 8 micro-batches per stage.")
     ] = 0,
-    micro_batch: Annotated[int, typer.Option(help="Samples that a stage computes at once.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of a sample; 0: as the model was trained.")] = 0,
+    micro_batch: Annotated[int, typer.Option(help="Samples per micro-batch.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens per sample; 0: as the model was trained.")] = 0,
     recompute: Annotated[
         Literal["none", "full"], typer.Option(help="full: a second forward before each backward.")
     ] = "none",
@@ -268,7 +272,7 @@ def train(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """One step of Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence
+    """One step of Megatron-style training: data, pipeline and tensor parallel, 1F1B, sequence
     parallel."""
     work = training.by_name(
         _known(model, "transformers"),
@@ -291,7 +295,7 @@ def serve(
     ] = "llama3-70b",
     tp: Tp = 4,
     phase: Annotated[
-        Literal["prefill", "decode"], typer.Option(help="Whole prompts, or a token of each.")
+        Literal["prefill", "decode"], typer.Option(help="Whole prompts, or one token of each.")
     ] = "prefill",
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
     seq: Annotated[
@@ -318,10 +322,13 @@ def moe_command(
         str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")
     ] = "qwen3-235b",
     ep: Annotated[
-        int, typer.Option(help="GPUs that a layer's experts are spread over; 0: all.")
+        int,
+        typer.Option(
+            help="Expert-parallel degree, the GPUs that share the experts of a layer; 0: all."
+        ),
     ] = 0,
-    tokens: Annotated[int, typer.Option(help="Tokens of a GPU.")] = 4096,
-    seq: Annotated[int, typer.Option(help="Tokens of a sample, over which attention goes.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens per GPU.")] = 4096,
+    seq: Annotated[int, typer.Option(help="Tokens per sample, for attention.")] = 4096,
     imbalance: Imbalance = 0.0,
     device: Device = "h200",
     network: Net = "ib-400",
@@ -335,7 +342,7 @@ def moe_command(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """The layers of a mixture-of-experts model, forward, experts spread over ranks."""
+    """The layers of a mixture-of-experts model, forward, with experts sharded over ranks."""
     work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, seq=seq, imbalance=imbalance)
     scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     _show(scenario, calibration, sense, advise, out, export, detail)
@@ -347,10 +354,10 @@ def dlrm_command(
     imbalance: Imbalance = 0.0,
     slices: Annotated[
         int,
-        typer.Option(help="Messages that the fused operator cuts its result into, between nodes."),
+        typer.Option(help="Messages per result of the fused operator, between nodes."),
     ] = 8,
     prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="Indices travel during the step before.")
+        bool, typer.Option("--prefetch", help="Send indices during the step before.")
     ] = False,
     device: Device = "h200",
     network: Net = "ib-400",
@@ -364,7 +371,7 @@ def dlrm_command(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """One training step of a recommendation model, tables spread over ranks."""
+    """One training step of a recommendation model, with tables sharded over ranks."""
     work = dlrm.by_name(
         _known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch
     )
@@ -376,7 +383,7 @@ def dlrm_command(
 def replay(
     traces: Annotated[
         list[Path],
-        typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another."),
+        typer.Argument(help="Chakra traces (.et), one per rank, of this tool or of another."),
     ],
     network_file: Annotated[
         Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")
@@ -391,7 +398,7 @@ def replay(
         require(
             path.is_file(),
             f"trace {path}",
-            "files that exist, one a rank",
+            "files that exist, one per rank",
             "name .et files, such as DIR/*.et",
         )
     folder_for(out)
@@ -401,9 +408,9 @@ def replay(
     if network_file is not None:
         require(
             gpus_per_node is None,
-            "--gpus-per-node beside --network-file",
+            "--gpus-per-node with --network-file",
             "one of both",
-            "drop one: the file says it",
+            "drop one: the file has it",
         )
         cluster = astra.read_network(
             network_file, cluster.device, Costs(cluster.device, coefficients)
@@ -426,7 +433,8 @@ def replay(
     with _progress(screen) as say:
         timeline = replaying.replay(traces, cluster, coefficients, progress=say)
     screen.print(
-        f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes"
+        f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; "
+        f"{len(timeline.tasks)} nodes"
     )
     for phase, time in timeline.phases().items():
         screen.print(f"  {phase}: {report.time_text(time)}")
@@ -434,7 +442,8 @@ def replay(
         screen.print(f"note: {note}", markup=False, style="dim")
     if out is not None:
         screen.print(
-            f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}",
+            "wrote "
+            f"{perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}",
             markup=False,
         )
 
@@ -446,12 +455,14 @@ def trust_command(
     out: Annotated[
         Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")
     ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="Show every cell, not only groups.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help="What the cells were measured on; the calibration is of H200.")
     ] = REFERENCE,
 ) -> None:
-    """Errors against measured cells, fitted and held out apart; published tables beside the
+    """Errors against measured cells, fitted and held out separately; published tables and the
     model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
@@ -473,7 +484,8 @@ def trust_command(
         apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"
         screen.print(f"the same quantity measured in two runs: {pairs} pairs, {apart}")
     screen.print(
-        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(merged)} quantities",
+        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; "
+        f"the others are {len(merged)} quantities",
         markup=False,
     )
     if every:
@@ -505,7 +517,7 @@ def calibrate(
     to: Annotated[Path, typer.Argument(help="Where to write the calibration.")],
     cells: Cells = None,
 ) -> None:
-    """Fit coefficients to measured cells, held-out ones left alone. Takes minutes."""
+    """Fit coefficients to measured cells, without those that are held out. Takes minutes."""
     file_for(to)
     screen = console()
     used = fit.fit(
@@ -520,7 +532,7 @@ def calibrate(
 def crosscheck(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes of one GPU each.")] = 128,
 ) -> None:
-    """Compare the network model with SimGrid, where that is installed."""
+    """Compare the network model with SimGrid, if it is installed."""
     screen = console()
     with _progress(screen) as say:
         found = compare(nodes, say)
@@ -560,7 +572,7 @@ def machines() -> None:
 
 
 def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
-    """Of the files and folders that are named, or the packaged cells of ``device``."""
+    """Cells of the files and folders that are named, or the packaged cells of ``device``."""
     if not cells:
         return packaged_cells(device)
     folders = [
@@ -573,7 +585,8 @@ def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
     found = [path for path in cells if not path.is_dir()] + folders
     if not found:
         raise InputError(
-            "asked: measured cells; allowed: results files; remedy: pass --cells FILE, or leave it out"
+            "asked: measured cells; allowed: results files; "
+            "remedy: pass --cells FILE, or leave it out"
         )
     return read_cells(found)
 
@@ -583,6 +596,7 @@ def _known(name: str, kind: str) -> str:
 
     if name not in catalogue(kind):
         raise InputError(
-            f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; remedy: one of these, or a YAML file"
+            f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; "
+            "remedy: one of these, or a YAML file"
         )
     return name

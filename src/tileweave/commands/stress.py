@@ -1,17 +1,17 @@
-"""``tileweave check --stress``: thousands of calls in disorder, every result checked.
+"""``tileweave check --stress``: thousands of random calls, every result checked.
 
 All ranks follow one random list of moves: operator, shape, operands, group (the world, or a part of
-it), eager call or replay of a CUDA graph. Each group has a stream of its own. Each rank sleeps at
-moments of its own, before a call or behind it, on its stream or its host, so that ranks drift apart
-as far as the protocol lets them. Epochs start just below 2**31, where they become negative;
-half-way they are moved just below 2**32, where they become zero. Now and then slots are filled with
-NaN, where the protocol does not count on zeros. Shapes are few, one for each kernel that plans
-choose, so that compiling them does not take longer than calling them.
+it), eager call or replay of a CUDA graph. Each group has its own stream. Each rank sleeps at random
+times of its own, before or after a call, on its stream or its host, so that ranks drift apart as
+far as the protocol allows. Epochs start just below 2**31, where they become negative; half-way they
+are set just below 2**32, where they become zero. Sometimes slots are filled with NaN, where the
+protocol does not need zeros. Shapes are few, one for each kernel that plans choose, so that
+compiling takes less time than the calls.
 
 The oracle: the first result of each set of operands is compared with fp32; every later one must
-have the same bits, which is what the library promises, and costs one comparison on the device,
-looked at once in a batch. Outputs are full of NaN before. Bits that differ within the tolerance are
-counted apart from wrong results.
+have the same bits, which tileweave promises, and costs one comparison on the device, read once per
+batch. Outputs are filled with NaN before. Different bits within the tolerance are counted
+separately from wrong results.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tileweave.ops.core.registry import name_of
 from tileweave.transport.protocol import EPOCH
 from tileweave.transport.workspace import REGISTRY, Workspace
 
-_DATA = 3  # sets of operands of each operator and shape
-_BATCH = 64  # moves between two looks at what has gone wrong
+_DATA = 3  # sets of operands per operator and shape
+_BATCH = 64  # moves between two checks for errors
 _BELOW_WRAP = 150  # calls of an instance until its epoch wraps
-# share of moves at which a rank sleeps, and how long at most, seconds
+# fraction of moves at which a rank sleeps, and the longest sleep in seconds
 _SLEEPY, _LONGEST = 0.06, 2e-3
-_REPLAYED = 0.25  # share of moves that replay a graph, where there are any
-_POISONED = 0.02  # share of batches after which slots are filled with NaN
-_HOST_SLEEPY = 0.01  # share of moves at which its host does
+_REPLAYED = 0.25  # fraction of moves that replay a graph, if there is one
+_POISONED = 0.02  # fraction of batches after which slots are filled with NaN
+_HOST_SLEEPY = 0.01  # fraction of moves at which its host sleeps
 
 
 @dataclass
@@ -58,8 +58,7 @@ class Set:
 
 @dataclass
 class Graph:
-    """A captured call over operands that are overwritten before each replay, from sets of the same
-    shape."""
+    """A captured call, whose operands are overwritten before each replay with those of a set."""
 
     graph: Any
     operands: Operands
@@ -69,23 +68,23 @@ class Graph:
 
 @dataclass
 class Lane:
-    """A group, its stream, and what can be called there."""
+    """A group, its stream, and what can be called in it."""
 
     group: dist.ProcessGroup
     stream: Any
-    # by operator and shape: sets that differ in data only
+    # per operator and shape: sets that differ only in data
     sets: list[list[Set]] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
 
 @dataclass
 class Outcome:
-    """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other
-    counts are of all ranks.
+    """The counts of a run, over all ranks.
 
-    ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``:
-    seconds until the first move. ``counts``: by operator, on rank 0. ``paths``: by operator, what
-    its calls take there, one after the other by commas.
+    ``moves``: calls that all ranks of a group make together, of ``asked``. ``wrong``: beyond the
+    tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``: seconds until the first
+    move. ``counts``: per operator, on rank 0. ``paths``: per operator, the paths of its calls,
+    separated by commas.
     """
 
     world_size: int
@@ -108,14 +107,16 @@ class Outcome:
     def __str__(self) -> str:
         early = "" if self.moves == self.asked else f" (of {self.asked}: time ran out)"
         return (
-            f"world {self.world_size}, seed {self.seed}: {self.moves} calls{early}, {self.calls + self.replays} results of all "
-            f"ranks checked, {self.replays} of them replays, {self.seconds:.0f} s, {self.prepared:.0f} of them to prepare: "
+            f"world {self.world_size}, seed {self.seed}: {self.moves} calls{early}, "
+            f"{self.calls + self.replays} results of all ranks checked, "
+            f"{self.replays} of them replays, {self.seconds:.0f} s, "
+            f"{self.prepared:.0f} of them to prepare: "
             f"{self.wrong} wrong, {self.other_bits} right with other bits"
         )
 
 
 class Stress:
-    """One rank's part. Every method is collective."""
+    """The part of one rank. Every method is collective."""
 
     def __init__(self, member: Member, seed: int) -> None:
         self.member, self.seed = member, seed
@@ -123,7 +124,7 @@ class Stress:
         self.counts: Counter[str] = Counter()
         self.paths: defaultdict[str, set[str]] = defaultdict(set)
         self.calls = self.replays = self.wrong = self.other_bits = 0
-        # differs?, what came out, of which set
+        # whether it differs, the result, its set
         self.suspects: list[tuple[torch.Tensor, torch.Tensor, Set]] = []
         self.dtype = torch.bfloat16 if member.on_gpu else torch.float32
         self.lanes = self._lanes()
@@ -137,8 +138,8 @@ class Stress:
     # --- Before ---
 
     def prepare(self) -> None:
-        """Draw operands, make the results that all others must equal, capture graphs, move the
-        epochs to the wrap."""
+        """Make operands and expected results, capture graphs, and set the epochs close to their
+        wrap."""
         for number, lane in enumerate(self.lanes):
             for op in tw.OPERATORS if lane.group is not None else ():
                 samples = samples_of(op)
@@ -162,7 +163,7 @@ class Stress:
         self.move_epochs(2**31)
 
     def move_epochs(self, wrap: int) -> None:
-        """Every instance goes on as if it had made almost ``wrap`` calls."""
+        """Let every instance go on as if it had made almost ``wrap`` calls."""
         for lane in self.lanes:
             self.member.barrier()
             for workspace in self._workspaces(lane):
@@ -205,8 +206,8 @@ class Stress:
     # --- Moves ---
 
     def run(self, calls: int, seconds: float) -> Outcome:
-        """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group
-        that it is not in."""
+        """Make ``calls`` moves, unless time runs out. Every rank reads all moves, also those of
+        other groups."""
         began, step, done = time.monotonic(), max(_BATCH, calls // 20), 0
         with Steps(
             f"stress, world {self.member.world_size}", -(-calls // step), show=self.member.rank == 0
@@ -231,8 +232,7 @@ class Stress:
         return self._outcome(calls, done, time.monotonic() - began, prepared)
 
     def move(self) -> None:
-        """One call, the same on all ranks of its group; a rank that is not in the group only draws
-        the numbers."""
+        """One call, the same on all ranks of its group; other ranks only draw random numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
         which, data, replayed = (
@@ -263,8 +263,8 @@ class Stress:
         self.calls += 1
 
     def _replay(self, lane: Lane, graph: Graph, data: int) -> None:
-        """Graphs stand in the line of launches only as far as streams are ordered: so order
-        them."""
+        """Replay a graph. Graphs are in the launch order only as far as streams are: so order the
+        streams."""
         chosen = graph.sets[data % len(graph.sets)]
         others = [other.stream for other in self.lanes if other is not lane]
         with _on(lane.stream):
@@ -295,7 +295,8 @@ class Stress:
     # --- Between ---
 
     def look(self) -> None:
-        """Wait for what is queued; look closely at results that are not what they were."""
+        """Wait for what is queued; compare with fp32 the results that differ from the expected
+        ones."""
         self.member.synchronize()
         tw.synchronize()
         differ = (
@@ -313,7 +314,7 @@ class Stress:
         self.suspects.clear()
 
     def poison(self) -> None:
-        """Fill slots with NaN, between calls: those that hold no result that somebody has."""
+        """Fill slots with NaN, between calls; not those whose result is still held."""
         signaled = [op for op in tw.OPERATORS if not samples_of(op).self_signaling]
         for lane in self.lanes:
             self.member.barrier()
@@ -363,7 +364,7 @@ def _near_the_wrap(workspace: Workspace, wrap: int) -> None:
     for instance in workspace.instances.values():
         instance.transport.synchronize()
         epoch = wrap - _BELOW_WRAP
-        # the slot whose turn it is stays the same
+        # the parity, and so the slot of the next call, stays the same
         epoch += (int(instance.control[EPOCH]) ^ epoch) & 1
         epoch -= 2**32 if epoch >= 2**31 else 0  # as an int32
         instance.control[EPOCH] = epoch
@@ -376,7 +377,7 @@ def _on(stream: Any) -> Any:
 
 
 def stress(member: Member, calls: int, seed: int, seconds: float) -> Outcome:
-    """Collective: ``calls`` moves in this world, for at most ``seconds``."""
+    """Collective: make ``calls`` moves in this world, for at most ``seconds``."""
     outcome = Stress(member, seed).run(calls, seconds)
     member.barrier()
     tw.close()

@@ -15,7 +15,7 @@ from torch import nn
 from tileweave.errors import require
 from tileweave.nn.linear import draw_seed, generator_of
 from tileweave.ops.core.collectives import exchange_numbers
-from tileweave.ops.core.registry import group_of, name_of, place_in
+from tileweave.ops.core.registry import group_of, name_of, rank_and_size
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding.inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
@@ -115,7 +115,7 @@ class ShardedEmbeddingBag(nn.Module):
         super().__init__()
         _check_options(mode, dtype, out_dtype or dtype, optimizer, learning_rate, epsilon)
         self.group_name = name_of(group)
-        self.rank, self.world_size = place_in(self.group_name)
+        self.rank, self.world_size = rank_and_size(self.group_name)
         self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
         fits = self.plan.world_size == self.world_size and self.plan.tables == tuple(tables)
         require(
@@ -213,14 +213,23 @@ class ShardedEmbeddingBag(nn.Module):
         destination.pop(f"{prefix}anchor", None)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         known = (
             state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
         )
-        super()._load_from_state_dict(known, prefix, metadata, *rest)
+        super()._load_from_state_dict(
+            known, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         # weights are on the device of the checkpoint: move what it does not have there, too
-        if metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers", False):
             if self.anchor is not None and self.anchor.is_meta:
                 fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
                 self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)

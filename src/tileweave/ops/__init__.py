@@ -1,10 +1,11 @@
-"""What torch sees: the reference of every operator (``reference.py``), registration (``core/``),
-and one file per operator.
+"""The operators as torch sees them.
 
-``matmul/`` | ``experts/`` | ``embedding/``: OPERATOR.py has the public function, checks, backward
-and the description of the operator (``core/spec.py``); OPERATOR_fused.py the fused call.
+``reference.py`` has the unfused form of every operator, ``core/`` the registration with torch.
+``matmul/``, ``experts/`` and ``embedding/`` have two files per operator: OPERATOR.py with the
+public function, the checks, the backward and the description of the operator (``core/spec.py``),
+and OPERATOR_fused.py with the fused call.
 
-This is the one place that lists the operators: in the order in which everything shows them.
+This module lists the operators; everything else shows them in this order.
 """
 
 from tileweave.ops.core.registration import register

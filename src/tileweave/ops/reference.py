@@ -1,14 +1,15 @@
-"""Every operator unfused, in plain torch and torch.distributed: the specification, the oracle and
-the baseline.
+"""Every operator unfused, in plain torch and torch.distributed: specification, oracle and baseline.
 
-Rounding of sums over ranks. Partials travel in x's dtype on every path, so each is rounded to it
-before it is added; a partial of fp16 above 65504 becomes infinite even where the sum would not be.
-Fused kernels add in fp32 in a fixed order, bias and residual with them, and round once more; the
-own partial they do not round where the sum is made in the epilogue of a matmul of ours. Here the
-own one is rounded, too, when its matmul stores it; then the CPU adds in fp32 in rank order and
-rounds once more, and NCCL adds in an order and with roundings of its own. The bias enters one
-partial, in fp32, before that is rounded; a residual is added to the rounded sum, and the result
-rounded again. A table: decision 0019.
+Rounding of sums over ranks. Partial sums are sent in the dtype of x on every path, so each is
+rounded to it before it is added; a partial sum of float16 above 65504 becomes infinite even if the
+sum would not be. Fused kernels add in float32 in a fixed order, with bias and residual, and round
+once more. They do not round this rank's own partial sum if the sum is computed in the epilogue of a
+fused matmul.
+
+Here the own partial sum is rounded too, when its matmul stores it. Then the CPU adds in float32 in
+rank order and rounds once more, and NCCL adds in its own order with its own roundings. The bias is
+added to one partial sum, in float32, before that is rounded; a residual is added to the rounded
+sum, and the result is rounded again. Decision 0019 has a table.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def all_gather_matmul(
     group: dist.ProcessGroup,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], in ``out`` if given,
-    gather(x) [R * m, K])."""
+    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], gather(x) [R * m, K]).
+
+    ``out`` gets the first result, if given.
+    """
     gathered = x if dist.get_world_size(group) == 1 else collectives.all_gather(x, group)
     return _multiply(gathered, w, bias, out), gathered
 
@@ -53,8 +56,10 @@ def matmul_reduce_scatter(
     group: dist.ProcessGroup,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias:
-    [M / R, N], or ``out``."""
+    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias.
+
+    [M / R, N], in ``out`` if given.
+    """
     return collectives.reduce_scatter(_partial(x, w, bias, group), group, out)
 
 
@@ -69,12 +74,12 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [M, k], w [N, k], bias [N], residual [M, N], norm_weight [N] -> (y or its norm, y), [M, N]
-    on every rank.
+    """x [M, k], w [N, k], bias [N], residual [M, N], norm_weight [N] -> (y or its norm, y), both
+    [M, N].
 
-    y is the sum over ranks of x @ w.T, plus bias, plus residual; its norm is RMSNorm(y) *
-    norm_weight of y as rounded. Without ``norm_weight`` the second is None. ``out`` and
-    ``residual_out`` get the results, if given.
+    On every rank, y is the sum over ranks of x @ w.T, plus bias, plus residual; its norm is
+    RMSNorm(y) * norm_weight, of the rounded y. Without ``norm_weight`` the second is None. ``out``
+    and ``residual_out`` get the results, if given.
     """
     to = out if norm_weight is None else residual_out
     y = collectives.all_reduce(_partial(x, w, bias, group, to), group)
@@ -95,7 +100,7 @@ def _partial(
     group: dist.ProcessGroup,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's part of the sum; rank 0's has the bias, so that it is added once."""
+    """This rank's partial sum; that of rank 0 includes the bias, so that it is added once."""
     return _multiply(x, w, bias if dist.get_rank(group) == 0 else None, out)
 
 
@@ -103,8 +108,10 @@ def _partial(
 
 
 def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along
-    ``gather_dim``, by rank."""
+    """All-to-all of x [rows, cols]: part p along ``scatter_dim`` goes to rank p.
+
+    Parts that arrive are concatenated along ``gather_dim``, in rank order.
+    """
     size = dist.get_world_size(group)
     if size == 1:
         return x
@@ -115,7 +122,7 @@ def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.
         else x.view(rows, size, cols).transpose(0, 1).contiguous()
     )
     return exchange_parts(
-        parts, how, None, lambda got: collectives.all_to_all_alike(got, parts, group)
+        parts, how, None, lambda got: collectives.all_to_all_equal(got, parts, group)
     )
 
 
@@ -125,10 +132,12 @@ def exchange_parts(
     out: torch.Tensor | None,
     swap: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """:func:`exchange` of what stands part by part already, [R, rows, cols]; ``swap`` stores the
-    others' parts, as large."""
+    """As :func:`exchange`, for parts that are contiguous already, [R, rows, cols].
+
+    ``swap`` stores the parts that arrive in a tensor of that shape.
+    """
     size, rows, cols = parts.shape
-    # a tensor of its own: autograd refuses to let a view that an operator returns be changed
+    # a tensor of its own: autograd forbids changes in place of a view that an operator returned
     if out is None:
         out = parts.new_empty((size * rows, cols) if how.gather_dim == 0 else (rows, size * cols))
     got = out.view(parts.shape) if how.gather_dim == 0 else torch.empty_like(parts)
@@ -147,21 +156,23 @@ def matmul_all_to_all(
     gather_dim: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias."""
+    """x [M, K], w [N, K], bias [N] -> x @ w.T + bias, exchanged."""
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group)
     if size == 1:
         return _multiply(x, w, bias, out)
     parts = product_in_parts(x, w, bias, how, size)
     return exchange_parts(
-        parts, how, out, lambda got: collectives.all_to_all_alike(got, parts, group)
+        parts, how, out, lambda got: collectives.all_to_all_equal(got, parts, group)
     )
 
 
 def product_in_parts(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int
 ) -> torch.Tensor:
-    """x @ w.T + bias as [R, rows, cols], the part for each rank in a row; columns by a product for
-    each rank."""
+    """x @ w.T + bias as [R, rows, cols]: the part for each rank is contiguous.
+
+    If columns are scattered, one matmul per rank.
+    """
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     if how.scatter_dim == 0:
         return _multiply(x, w, bias, None).view(size, rows, cols)
@@ -194,7 +205,7 @@ def embedding_bag(
     batch: int,
     mean: bool,
 ) -> list[torch.Tensor]:
-    """Each table's bags pooled in fp32, [B, D_t]; an index that is out of range counts as a row of
+    """The pooled bags of each table in fp32, [B, D_t]; an index out of range counts as a row of
     zeros."""
     begins, found = offsets.long(), []
     for number, table in enumerate(tables):
@@ -222,8 +233,10 @@ def embedding_bag_all_to_all(
     out_dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Lookup, all-to-all, and each block into its columns: [b, width]. ``group`` None: this rank
-    alone."""
+    """Lookup, all-to-all, and each block into its columns: [b, width].
+
+    ``group`` None: this rank alone.
+    """
     pooled = [
         p.to(out_dtype) for p in embedding_bag(tables, indices, offsets, weights, batch, mean)
     ]
@@ -245,8 +258,8 @@ def embedding_bag_all_to_all(
 def gradient_to_owners(
     grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """[b, width] of each rank's samples -> [B, sum of own dims], the columns of this rank's tables
-    for all samples."""
+    """[b, width] of each rank's samples -> [B, sum of own dims]: this rank's columns of all
+    samples."""
     size, rank = len(layout.dims), 0 if group is None else dist.get_rank(group)
     empty = grad.new_empty(grad.shape[0], 0)
     sends = [
@@ -260,14 +273,19 @@ def gradient_to_owners(
     return torch.cat(collectives.all_to_all(sends, sizes, group)).view(batch, width)
 
 
-# --- Experts. No host sync where torch._grouped_mm takes the operands, so that a graph may capture it; sizes are bounds. ---
+# --- Experts ---
+# Where torch._grouped_mm takes the operands, the host does not wait for the device, so that a graph
+# may capture a call; sizes are bounds.
 
 
 def grouped_matmul(
     rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """rows [n, K], experts [E, N, K], offsets [E + 1] -> [n, N]: each expert's rows times its
-    weight; others undefined."""
+    """rows [n, K], experts [E, N, K], offsets [E + 1] -> [n, N]: rows times the weight of their
+    expert.
+
+    Rows after the last offset are undefined.
+    """
     if _has_grouped_kernel(rows, experts):
         return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
     out = rows.new_zeros(rows.shape[0], experts.shape[1])
@@ -278,8 +296,10 @@ def grouped_matmul(
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over each expert's rows; zero where it
-    has none."""
+    """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over the rows of each expert.
+
+    Zeros for an expert without rows.
+    """
     if _has_grouped_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets[1:])
     ends = offsets.tolist()
@@ -288,8 +308,10 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
 
 
 def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
-    """bf16 on a GPU, with rows of whole 16 bytes; elsewhere a loop over experts, which waits for
-    the device."""
+    """Whether torch._grouped_mm takes these: bf16 on a GPU, with rows of multiples of 16 bytes.
+
+    Otherwise a loop over experts waits for the device.
+    """
     return all(
         t.is_cuda
         and t.dtype == torch.bfloat16
@@ -301,8 +323,10 @@ def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
 
 
 def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """x [T, H] of own tokens -> [bound, H]: the token of each row of this rank's experts; undefined
-    past the last."""
+    """x [T, H] of this rank's tokens -> [bound, H]: the token of each row of this rank's experts.
+
+    Undefined after the last row.
+    """
     padded = x
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
@@ -315,8 +339,10 @@ def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) ->
 def gather_weights(
     weights: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """topk_weights [T, k] of own tokens -> fp32 [R * max_tokens * k], of all entries; 0 past a
-    rank's tokens."""
+    """topk_weights [T, k] of this rank's tokens -> fp32 [R * max_tokens * k], of all entries.
+
+    0 after the last token of a rank.
+    """
     padded = weights.float()
     if plan.tokens < plan.max_tokens:
         padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
@@ -331,11 +357,10 @@ def grouped_matmul_combine(
     weights: torch.Tensor | None,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Grouped matmul, weighted sums per rank in fp32 in order of j, rounded, and their sum over
-    ranks: z [T, H].
+    """Grouped matmul, weighted sums per rank, and their sum over ranks: z [T, H].
 
-    Every rank sends a partial for every token, zeros too: the size is known without asking the
-    device.
+    Sums per rank are added in fp32 in order of j, and rounded. Every rank sends a partial sum for
+    every token, also zeros, so sizes are known without waiting for the device.
     """
     products = grouped_matmul(y, experts, plan.offsets)
     rows = plan.entry_row.view(-1, plan.topk)
@@ -345,7 +370,7 @@ def grouped_matmul_combine(
         here = (rows[:, j] >= 0)[:, None]
         value = products[rows[:, j].clamp(min=0).long()].float()
         value = value if everyone is None else value * everyone[:, j, None]
-        # last: what has no expert counts for nothing, whatever its weight
+        # after the product: a choice without an expert adds 0, whatever its weight
         partial += torch.where(here, value, 0.0)
     return collectives.reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
 
@@ -353,8 +378,7 @@ def grouped_matmul_combine(
 def dispatch_grouped_matmul(
     x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """x [T, K] -> y [bound, N]: the token of each row of this rank's experts times its expert's
-    weight."""
+    """x [T, K] -> y [bound, N]: the token of each row times the weight of the row's expert."""
     return grouped_matmul(gather_rows(x, plan, group), experts, plan.offsets)
 
 
@@ -365,10 +389,12 @@ def swiglu(y: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Gradient of :func:`swiglu`'s result [n, I] -> of y [n, 2 I]; written out, since below
-    autograd nothing is recorded."""
+    """Gradient of the result of :func:`swiglu` [n, I] -> gradient of y [n, 2 I].
+
+    Written out, since autograd records nothing below an operator.
+    """
     gate, up = y.float().chunk(2, -1)
-    share, grad = gate.sigmoid(), grad.float()
-    return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], -1).to(
-        y.dtype
-    )
+    sigmoid, grad = gate.sigmoid(), grad.float()
+    return torch.cat(
+        [grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid], -1
+    ).to(y.dtype)

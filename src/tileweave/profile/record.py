@@ -143,16 +143,18 @@ def _watching(transport: Transport) -> Iterator[_Watched]:
     """Observe the pushes of ``transport``, and the signals and waits of interpreted kernels."""
     watched = _Watched(transport.rank, transport.world_size)
     transport.watch = watched.pushed
+    observers = None
     try:
         if interpreting():
             from tileweave.device.interpreter.words import OBSERVERS
 
-            OBSERVERS.append(watched.observe)
+            observers = OBSERVERS
+            observers.append(watched.observe)
         yield watched
     finally:
         transport.watch = None
-        if interpreting():
-            OBSERVERS.remove(watched.observe)
+        if observers is not None:
+            observers.remove(watched.observe)
 
 
 def _copy_engine_events(watched: _Watched) -> list[Event]:

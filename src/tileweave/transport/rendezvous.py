@@ -181,8 +181,8 @@ class Messages(dist.Store):
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._own(key), value)
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._own(key), amount)
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._own(key), value)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check([self._own(key) for key in keys])

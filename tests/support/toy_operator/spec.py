@@ -16,7 +16,7 @@ from tests.support.toy_operator.kernel import run
 
 import tileweave as tw
 from tileweave.bench.cases import Case, smoke_cases
-from tileweave.bench.rivals import OURS, UNFUSED, Peers
+from tileweave.bench.rivals import OURS, UNFUSED, Rivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Checked, DemoCase, Samples, Stressed, shapes
 from tileweave.bench.subjects import Shape, normal
@@ -174,7 +174,7 @@ class ScaleAllReduce:
         return float((got.float() - want).norm() / want.norm())
 
 
-class ScaleAllReducePeers(Peers):
+class ScaleAllReduceRivals(Rivals):
     def makers(self) -> dict[str, Any]:
         return {OURS: self.ours, UNFUSED: self.unfused}
 
@@ -197,6 +197,6 @@ SAMPLES = Samples(
     cases=[Case(OP, "toy", 64, 64, 1, False, "large")],
     smoke=smoke_cases(OP, (4, 8, 1), (3, 4, 1)),
     quick="toy",
-    rival=ScaleAllReducePeers,
+    rival=ScaleAllReduceRivals,
     typical=((f"{OP} 64, 64", lambda size, machine: PLAN),),
 )

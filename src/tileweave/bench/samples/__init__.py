@@ -1,8 +1,8 @@
 """What the commands need to know about each operator: one module per operator, with ``SAMPLES``.
 
 ``check``, ``check --stress``, ``demo``, ``doctor``, ``bench`` and ``trace`` list no operators. They
-ask :func:`samples_of` for those in ``tileweave.OPERATORS``. A module is imported when it is asked
-for; the description of the operator names it (``ops/core/spec.py``).
+ask :func:`samples_of` for those in ``tileweave.OPERATORS``. A module is imported when it is needed;
+the description of the operator names it (``ops/core/spec.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tileweave.planning.problem import Plan
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What the ratios of a block should reach: their geometric mean, and each of them. ``most``: at
-    most, each of them."""
+    """Targets for the ratios of a block: for their geometric mean, and for each. ``most``: each at
+    most."""
 
     mean: float | None = None
     worst: float | None = None
@@ -34,8 +34,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Shapes of ``check``: ``shapes`` once each, ``changing`` in random order many times, and
-    ``captured`` in CUDA graphs."""
+    """Shapes of ``check``: ``shapes`` once each, ``changing`` often in random order, ``captured``
+    in graphs."""
 
     shapes: tuple[Shape, ...]
     changing: tuple[Shape, ...]
@@ -44,8 +44,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Stressed:
-    """Shapes of ``check --stress``: what the world calls, and what a part of two ranks calls. Every
-    second one has a bias."""
+    """Shapes of ``check --stress``: of the world, and of a group of two ranks. Every second has a
+    bias."""
 
     world: tuple[Shape, ...]
     part: tuple[Shape, ...]
@@ -53,12 +53,11 @@ class Stressed:
 
 @dataclass(frozen=True, slots=True)
 class DemoCase:
-    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into
-    the picture.
+    """Several calls of one operator.
 
-    ``second``: with the second result, the gathered input or the sum before the norm (the recorded
-    call has one result). ``late_seconds``: how much later than the others the last rank makes the
-    recorded call.
+    ``shape``: sizes of one rank. ``drawn``: whether the picture shows its trace. ``second``: with
+    the second result, the gathered input or the sum before the norm (the recorded call has one
+    result). ``late_seconds``: how much later than the others the last rank makes the recorded call.
     """
 
     op: str
@@ -73,7 +72,7 @@ class DemoCase:
 
 @dataclass(frozen=True, slots=True)
 class Benched:
-    """How ``bench`` runs an operator, and what it makes of the report. Several operators share one.
+    """How ``bench`` runs an operator, and how it shows the report. Several operators share one.
 
     ``run(member, options)`` is called on every rank; ``rivals``: names of what can be timed.
     """
@@ -86,25 +85,43 @@ class Benched:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One operator, as the commands see it.
+    """One operator for the commands.
 
     Parameters
     ----------
-    subject : how operands are drawn, how it is called, recorded and judged: ``subjects.Subject``.
-    check_on_gpu, check_on_cpu, stress_on_gpu, stress_on_cpu : shapes, in the meaning that
-        ``subject.draw`` gives them. Interpreted kernels take few and small ones.
-    demo : ``demo(on_gpu, world_size)``, the cases of the demo.
-    bench : how it is benched; ``cases`` of real layers, ``smoke`` cases that are tiny, and
-        ``quick``, a regular expression that finds the names of a short list.
-    rival : the class of a bench that makes the functions that are timed.
-    bars : block of cases -> figure (as ``run.judge`` names it) -> what it should reach.
-    shared : which of ``rows``, ``cols`` and ``depth`` of a whole problem the ranks share, for
+    subject : Subject
+        Operands, calls, recordings and checks: ``subjects.Subject``.
+
+    check_on_gpu, check_on_cpu, stress_on_gpu, stress_on_cpu
+        Shapes, as ``subject.draw`` reads them. Interpreted kernels take few and small ones.
+
+    demo : callable
+        ``demo(on_gpu, world_size)`` returns the cases of the demo.
+
+    bench, cases, smoke, quick
+        The bench; its cases of real layers, its tiny cases, and a regular expression that matches
+        the names of a short list.
+
+    rival : class
+        Makes the functions that are timed.
+
+    bars : dict
+        Block of cases -> metric (named as in ``run.judge``) -> target.
+
+    shared : tuple of str
+        Which of ``rows``, ``cols`` and ``depth`` of a whole problem are split over ranks, for
         operators that are benched or traced by those sizes.
-    typical : what ``doctor`` shows: the text of a problem, and its plan for so many ranks of a
+
+    typical : callable
+        What ``doctor`` shows: the text of a problem, and its plan for a number of ranks of a
         machine.
-    self_signaling : its data announces itself, so its slots must hold zeros; else they may hold
-        anything before a call.
-    measured : it has a section in docs/measured.md.
+
+    self_signaling : bool
+        The operator has self-signaling data, so its slots must be zero before a call. Otherwise
+        they may have any content.
+
+    measured : bool
+        The operator has a section in docs/measured.md.
     """
 
     subject: Any  # a Subject, over operands of its own type

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from tileweave.bench.cases import LARGE, LAYERS, SMALL, Case, smoke_cases, typical_plans
-from tileweave.bench.rivals import AllGatherMatmulPeers
+from tileweave.bench.rivals import AllGatherMatmulRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import AllGatherMatmul, Shape
@@ -17,10 +17,10 @@ OP = "all_gather_matmul"
 
 
 def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block: hidden 4096, qkv
-    6144, gate+up 28672.
+    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block.
 
-    Prefill is long enough for copy engines, a chunk and decoding are pushed by the kernel itself.
+    Hidden size 4096, qkv 6144, gate+up 28672. Prefill is long enough for copy engines; a chunk and
+    decoding are pushed by the kernel.
     """
     scale = 1 if on_gpu else 32
     prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
@@ -82,7 +82,7 @@ SAMPLES = Samples(
     ],
     smoke=smoke_cases(OP, (256, 256, 128), (32, 128, 96)),
     quick=r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd",
-    rival=AllGatherMatmulPeers,
+    rival=AllGatherMatmulRivals,
     bars={
         "large": {
             "limit_ratio": Bar(0.97, 0.92),

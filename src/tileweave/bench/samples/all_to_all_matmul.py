@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileweave.bench.cases import PROJECTIONS, exchange_cases, smoke_cases, typical_plans
-from tileweave.bench.rivals import ExchangePeers
+from tileweave.bench.rivals import ExchangeRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import AllToAllMatmul, Shape
@@ -15,7 +15,7 @@ OP = "all_to_all_matmul"
 
 
 def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The output projection of a Ulysses layer: 8192 columns of heads, which the ranks share."""
+    """The output projection of a Ulysses layer: 8192 columns of heads, split over ranks."""
     scale = 1 if on_gpu else 64
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
@@ -48,7 +48,7 @@ SAMPLES = Samples(
     cases=exchange_cases(OP, PROJECTIONS),
     smoke=smoke_cases(OP, (256, 64, 128), (32, 64, 96)),
     quick=r"ulysses-.*-m(1024|16384)",
-    rival=ExchangePeers,
+    rival=ExchangeRivals,
     bars={"large": {"over_unfused": Bar(1.25, 1.0)}, "small": {"over_unfused": Bar(worst=0.98)}},
     shared=("rows", "depth"),
     typical=typical_plans(OP, plan_all_to_all_matmul, (1024, 4096, 8192), (16384, 4096, 8192)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tileweave.bench import expert_cases
 from tileweave.bench.expert_subject import DispatchGroupedMatmul
-from tileweave.bench.experts import BENCHED, ExpertPeers
+from tileweave.bench.experts import BENCHED, ExpertRivals
 from tileweave.bench.samples import Samples
 
 OP = "dispatch_grouped_matmul"
@@ -19,6 +19,6 @@ SAMPLES = Samples(
     cases=expert_cases.cases(OP, (1.5, 1.3, 1.05)),
     smoke=expert_cases.smoke(OP),
     quick=expert_cases.QUICK,
-    rival=ExpertPeers,
+    rival=ExpertRivals,
     self_signaling=True,
 )

@@ -1,10 +1,10 @@
-"""Samples of embedding_bag_all_to_all. Shapes: samples and tables of a rank, columns of a table."""
+"""Samples of embedding_bag_all_to_all. Shapes: samples and tables per rank, columns per table."""
 
 from __future__ import annotations
 
 import torch
 
-from tileweave.bench.embedding import EmbeddingPeers
+from tileweave.bench.embedding import EmbeddingRivals
 from tileweave.bench.embedding_cases import CASES, OP, QUICK, SMOKE
 from tileweave.bench.embedding_run import BENCHED
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
@@ -19,7 +19,7 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     return [
         DemoCase(OP, "random, odd sizes, weighted", Shape(samples + 1, 3, 13), first, bias=True),
         DemoCase(
-            OP, f"DLRM, {tables} tables a rank", Shape(samples, tables, columns), torch.bfloat16
+            OP, f"DLRM, {tables} tables per rank", Shape(samples, tables, columns), torch.bfloat16
         ),
     ]
 
@@ -39,10 +39,10 @@ SAMPLES = Samples(
     cases=CASES,
     smoke=SMOKE,
     quick=QUICK,
-    rival=EmbeddingPeers,
+    rival=EmbeddingRivals,
     typical=(
         (
-            f"{OP}, 128 columns of fp32, 8 rows a bag",
+            f"{OP}, 128 columns of fp32, 8 rows per bag",
             lambda size, machine: plan_embedding(size, 512, 8.0, machine, False),
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tileweave.bench import expert_cases
 from tileweave.bench.expert_subject import GroupedMatmulCombine
-from tileweave.bench.experts import BENCHED, ExpertPeers
+from tileweave.bench.experts import BENCHED, ExpertRivals
 from tileweave.bench.samples import Samples
 
 OP = "grouped_matmul_combine"
@@ -19,6 +19,6 @@ SAMPLES = Samples(
     cases=expert_cases.cases(OP, (1.7, 1.4, 1.08)),
     smoke=expert_cases.smoke(OP),
     quick=expert_cases.QUICK,
-    rival=ExpertPeers,
+    rival=ExpertRivals,
     self_signaling=True,
 )

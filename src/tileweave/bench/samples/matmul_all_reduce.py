@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from tileweave.bench.cases import DECODE_LAYERS, FEW, GEMV, Case, smoke_cases, typical_plans
-from tileweave.bench.rivals import MatmulAllReducePeers
+from tileweave.bench.rivals import MatmulAllReduceRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import MatmulAllReduce, Shape
@@ -17,8 +17,10 @@ OP = "matmul_all_reduce"
 
 
 def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The row-parallel layers of a Llama-3-8B block when decoding: a row or a few, with the
-    residual and the norm that follow in serving."""
+    """The row-parallel layers of a Llama-3-8B block in decoding, with one or a few rows.
+
+    With the residual and the norm that follow in serving.
+    """
     scale = 1 if on_gpu else 32
     hidden, attention, mlp = (
         4096 // scale,
@@ -70,7 +72,7 @@ SAMPLES = Samples(
     ],
     smoke=smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True),
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$",
-    rival=MatmulAllReducePeers,
+    rival=MatmulAllReduceRivals,
     bars={
         "gemv": {
             "over_gemm_us": Bar(most=3.0),

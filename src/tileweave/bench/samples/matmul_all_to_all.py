@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tileweave.bench.cases import QKV_LAYERS, exchange_cases, smoke_cases, typical_plans
-from tileweave.bench.rivals import ExchangePeers
+from tileweave.bench.rivals import ExchangeRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import MatmulAllToAll, Shape
@@ -15,8 +15,10 @@ OP = "matmul_all_to_all"
 
 
 def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The QKV projection of Ulysses-style sequence parallelism: hidden 4096, 64 heads of 128, GQA:
-    10240 columns."""
+    """The QKV projection of Ulysses-style sequence parallelism.
+
+    Hidden size 4096, 64 heads of 128, grouped queries: 10240 columns.
+    """
     scale = 1 if on_gpu else 64
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
@@ -49,7 +51,7 @@ SAMPLES = Samples(
     cases=exchange_cases(OP, QKV_LAYERS),
     smoke=smoke_cases(OP, (256, 128, 64), (32, 96, 64)),
     quick=r"ulysses-.*-m(1024|16384)",
-    rival=ExchangePeers,
+    rival=ExchangeRivals,
     bars={"large": {"over_unfused": Bar(1.25, 1.0)}, "small": {"over_unfused": Bar(worst=0.98)}},
     shared=("rows", "cols"),
     typical=typical_plans(OP, plan_matmul_all_to_all, (1024, 10240, 4096), (16384, 10240, 4096)),

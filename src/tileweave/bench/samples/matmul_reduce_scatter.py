@@ -1,4 +1,5 @@
-"""Samples of matmul_reduce_scatter. Shapes: rows of a rank's result, columns and K of its weight."""
+"""Samples of matmul_reduce_scatter. Shapes: rows of the result, columns and K of the weight of a
+rank."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from itertools import product
 import torch
 
 from tileweave.bench.cases import LARGE, ROW_LAYERS, SMALL, Case, smoke_cases, typical_plans
-from tileweave.bench.rivals import MatmulReduceScatterPeers
+from tileweave.bench.rivals import MatmulReduceScatterRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import MatmulReduceScatter, Shape
@@ -17,8 +18,10 @@ OP = "matmul_reduce_scatter"
 
 
 def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the
-    MLP's second 14336."""
+    """Odd sizes, then the row-parallel layers of a Llama-3-8B block.
+
+    Output of attention 4096, second matmul of the MLP 14336.
+    """
     scale = 1 if on_gpu else 32
     prefill, chunk = (2048, 128) if on_gpu else (32, 16)
     hidden, attention, mlp = (
@@ -69,7 +72,7 @@ SAMPLES = Samples(
     ],
     smoke=smoke_cases(OP, (256, 64, 256), (32, 96, 128)),
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd",
-    rival=MatmulReduceScatterPeers,
+    rival=MatmulReduceScatterRivals,
     bars={
         "large": {
             "limit_ratio": Bar(0.95, 0.90),

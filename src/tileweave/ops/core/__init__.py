@@ -1,2 +1,2 @@
-"""What all operators share: registration with torch, groups and workspaces, agreement between
-ranks, collectives."""
+"""What all operators share: registration with torch, groups and workspaces, comparison of calls
+between ranks, collectives."""

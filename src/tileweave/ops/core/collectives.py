@@ -1,8 +1,8 @@
-"""Collectives as operators queue them: on a GPU in one line with our launches, on the CPU behind an
-agreement.
+"""Collectives as operators queue them.
 
-That is for gloo, which ends the process where ranks ask for different things, and knows neither
-halves nor one order of sums.
+On a GPU they take part in the launch order of the fused kernels. On the CPU ranks first compare
+what they ask for: gloo ends the process where ranks ask for different things. Gloo also has no
+collectives for 2-byte floats and no fixed order of sums, so both are done here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tileweave.transport.torch_collectives import (
 )
 
 
-def in_line(x: torch.Tensor) -> None:
-    """Put the collective that follows in the line of our launches on x's device.
+def enter_launch_order_of(x: torch.Tensor) -> None:
+    """Put the collective that follows into the launch order of fused kernels on x's device.
 
-    NCCL's kernels wait for peers and need multiprocessors, as ours do: side by side, in different
-    orders on different ranks, they would wait for each other for ever.
+    Kernels of NCCL wait for peers and need multiprocessors, as fused kernels do. If they ran
+    concurrently, in different orders on different ranks, they could wait for each other for ever.
     """
     if x.is_cuda:
         from tileweave.transport.cuda import enter_launch_order
@@ -33,9 +33,12 @@ def in_line(x: torch.Tensor) -> None:
         enter_launch_order(x.device)
 
 
-def out_of_line(x: torch.Tensor) -> None:
-    """What follows on this stream waits for no peer, so a collective or launch of ours on another
-    stream may run beside it."""
+def leave_launch_order_of(x: torch.Tensor) -> None:
+    """End the turn of this stream in the launch order on x's device.
+
+    What follows on this stream waits for no peer, so a collective or a fused kernel on another
+    stream may run concurrently.
+    """
     if x.is_cuda:
         from tileweave.transport.cuda import leave_launch_order
 
@@ -44,23 +47,23 @@ def out_of_line(x: torch.Tensor) -> None:
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
-    return begin_all_gather(x, group, beside=False)[0]
+    return begin_all_gather(x, group, async_op=False)[0]
 
 
 def begin_all_gather(
-    x: torch.Tensor, group: dist.ProcessGroup, beside: bool = True
+    x: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """As :func:`all_gather`, beside what is queued next: the result, and what to wait for.
+    """Begin :func:`all_gather`: return the result, and the work to wait for before it is read.
 
-    ``beside`` False: on the current stream, and nothing to wait for. NCCL's own stream costs two
-    events between streams.
+    ``async_op`` False: on the current stream, with nothing to wait for. The stream of NCCL costs
+    two events between streams.
     """
-    in_line(x)
+    enter_launch_order_of(x)
     x, gathered = x.contiguous(), x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    if x.device.type == "cpu":  # last, so that who has no memory leaves nobody in the collective
+    if x.device.type == "cpu":  # after the allocation: if that fails, no peer waits for this rank
         # gloo ends the process where sizes differ
         agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)
-    return gathered, all_gather_flat(gathered, x, group=group, async_op=beside)
+    return gathered, all_gather_flat(gathered, x, group=group, async_op=async_op)
 
 
 def reduce_scatter(
@@ -68,24 +71,29 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if
     given."""
-    return begin_reduce_scatter(x, group, out, beside=False)[0]
+    return begin_reduce_scatter(x, group, out, async_op=False)[0]
 
 
 def begin_reduce_scatter(
-    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None, beside: bool = True
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+    async_op: bool = True,
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """As :func:`reduce_scatter`, beside what is queued next where there is a GPU, as
-    :func:`begin_all_gather` is."""
+    """Begin :func:`reduce_scatter`: return the result, and the work to wait for before it is read.
+
+    As :func:`begin_all_gather` does; on the CPU the result is there on return.
+    """
     size = dist.get_world_size(group)
     if size == 1 or x.device.type == "cpu":
         rows = x.shape[0] // size
         own = slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)
         y = x if size == 1 else _sum_of_all(x, group, own)
         return y if out is None else out.copy_(y), None
-    in_line(x)
+    enter_launch_order_of(x)
     if out is None:
         out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=beside)
+    return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=async_op)
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -94,16 +102,18 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return x
     if x.device.type == "cpu":
         return _sum_of_all(x, group, slice(None))
-    in_line(x)
+    enter_launch_order_of(x)
     x = x.contiguous()
     dist.all_reduce(x, group=group)
-    out_of_line(x)
+    leave_launch_order_of(x)
     return x
 
 
 def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch.Tensor:
-    """These rows of the sum over ranks, in fp32 (fp64 stays) and in rank order: gloo's own way
-    differs between releases."""
+    """These rows of the sum over ranks, added in rank order in fp32 (fp64 stays fp64).
+
+    The order in which gloo adds differs between its releases.
+    """
     everyone = all_gather(x, group).view(dist.get_world_size(group), *x.shape)[:, rows]
     total = everyone[0].to(torch.promote_types(x.dtype, torch.float32))
     for part in everyone[1:]:
@@ -111,8 +121,9 @@ def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch
     return total.to(x.dtype)
 
 
-def all_to_all_alike(got: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Part p of [R, ...] to rank p; into ``got`` what each rank sent here, as large."""
+def all_to_all_equal(got: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send part p of [R, ...] to rank p; store in ``got`` what each rank sent here, of the same
+    size."""
     if parts.device.type == "cpu":
         agree(f"an all-to-all of {tuple(parts.shape)} {parts.dtype}", group)
     _all_to_all(got.view(-1), parts.view(-1), group)
@@ -121,23 +132,26 @@ def all_to_all_alike(got: torch.Tensor, parts: torch.Tensor, group: dist.Process
 def _all_to_all(
     got: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, *counts: list[int]
 ) -> None:
-    """``counts`` of elements received and sent, by rank; none: the same for all."""
-    in_line(whole)
-    if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
+    """All-to-all of flat tensors. ``counts``: elements received and sent per rank; without, the
+    same for all."""
+    enter_launch_order_of(whole)
+    if whole.dtype.itemsize == 2:  # as bytes, since gloo has no 2-byte floats
         got, whole, counts = (
             got.view(torch.uint8),
             whole.view(torch.uint8),
             tuple([2 * n for n in c] for c in counts),
         )
     all_to_all_flat(got, whole, *counts, group=group)
-    out_of_line(whole)
+    leave_launch_order_of(whole)
 
 
 def all_to_all(
     sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any
-    dtype."""
+    """Send flat ``sends[p]`` to rank p; return what each rank sent here, flat. Any dtype.
+
+    ``sizes``: the number of elements that each rank sends here.
+    """
     whole = torch.cat([t.reshape(-1) for t in sends])
     return list(all_to_all_whole(whole, [t.numel() for t in sends], sizes, group).split(sizes))
 
@@ -145,8 +159,8 @@ def all_to_all(
 def all_to_all_whole(
     whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes
-    back."""
+    """As :func:`all_to_all`, with the pieces for all ranks concatenated in ``whole``, and so in the
+    result."""
     got = whole.new_empty(sum(sizes))
     if whole.device.type == "cpu":
         agree(f"an all-to-all of {whole.dtype}", group)
@@ -156,8 +170,11 @@ def all_to_all_whole(
 
 
 def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
-    """Raise the same error on every rank if one sends another what that does not expect: gloo would
-    end the process."""
+    """Raise the same error on every rank if one rank sends another a number of elements that it
+    does not expect.
+
+    Gloo would end the process.
+    """
     told = (
         all_gather(torch.tensor([split, sizes], device="cpu"), group)
         .view(len(split), 2, len(split))
@@ -167,15 +184,17 @@ def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup
         sent, expected = told[sender][0][receiver], told[receiver][1][sender]
         if sent != expected:
             raise RankMismatchError(
-                f"asked: rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}; allowed: the same "
-                "operator and sizes that fit on every rank; remedy: look at what these ranks pass"
+                f"asked: rank {sender} sends {sent} elements to rank {receiver}, "
+                f"which expects {expected}; allowed: the same operator and sizes that fit on "
+                "every rank; remedy: look at what these ranks pass"
             )
 
 
 def exchange_numbers(
     mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
 ) -> list[tuple[int, ...]]:
-    """A list of integers of each rank, by rank. Waits for the device."""
+    """The integers of each rank, by rank; ranks may have different numbers of them. Waits for the
+    device."""
     where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
     counts = all_gather(torch.tensor([len(mine)], device=where), group).tolist()
     padded = torch.tensor(

@@ -1,7 +1,7 @@
-"""``TILEWEAVE_DEBUG=1``: operators compare their calls between ranks before anything is sent.
+"""``TILEWEAVE_DEBUG=1``: ranks compare their calls before any data is sent.
 
-A rank that refuses its own arguments takes part, with its refusal: so all ranks raise at once, and
-nobody waits for a call that does not come.
+A rank that refuses its own arguments takes part in the comparison and reports the refusal. So all
+ranks raise at once, and no rank waits for a call that does not come.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ T = TypeVar("T")
 def check_together(
     op: str, group_name: str, signature: Mapping[str, object], check: Callable[[], None]
 ) -> None:
-    """Collective, for who debugs: ``check()``, which raises :class:`InputError`, must pass on every
-    rank, and signatures be the same; else every rank raises, its own error or
-    :class:`RankMismatchError`."""
+    """Collective, for debugging: raise on every rank if one rank's check fails or signatures
+    differ.
+
+    A rank whose ``check()`` raises :class:`InputError` raises that error, other ranks
+    :class:`RankMismatchError`.
+    """
     try:
         check()
     except InputError as error:
@@ -36,9 +39,13 @@ def check_together(
 
 
 def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) -> T:
-    """``check(*args)``, of this rank's arguments, before the operator itself. Its
-    :class:`InputError` is written down, as what breaks off, and told to peers first where somebody
-    debugs. Not while torch traces."""
+    """Return ``check(*args)``, which checks this rank's arguments before the torch operator is
+    called.
+
+    If it raises :class:`InputError`, the error is recorded as the reason for which this rank left
+    the call; with ``TILEWEAVE_DEBUG=1`` peers are told first. Nothing is recorded while torch
+    traces.
+    """
     try:
         return check(*args)
     except InputError as error:
@@ -54,8 +61,8 @@ def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) 
 
 @contextmanager
 def breaking_off(group_name: str, device: torch.device) -> Iterator[None]:
-    """Around what ranks do together outside of operators: what is raised there is written down as
-    in one."""
+    """Context of work that ranks do together outside of operators: an exception is recorded as in
+    an operator."""
     done = False
     try:
         yield
@@ -66,6 +73,6 @@ def breaking_off(group_name: str, device: torch.device) -> Iterator[None]:
 
 
 def _tell(op: str, group_name: str, error: InputError) -> None:
-    """Peers may be waiting to agree."""
-    with suppress(RankMismatchError, PeerTimeout):  # the own one says more
+    """Report the refusal: peers may be waiting in the comparison."""
+    with suppress(RankMismatchError, PeerTimeout):  # the error of this rank says more
         agree(group_of(group_name), {"op": op, "refused": str(error)})

@@ -1,9 +1,9 @@
-"""From the description of an operator (``spec.py``) to its registration with torch, and to the
-answers that ``tileweave.explain`` and ``tileweave.warmup`` give about it.
+"""Registration of operators with torch, and the answers of ``tileweave.explain`` and
+``tileweave.warmup``.
 
-What is derived here costs a call no Python frame: torch calls ``spec.forward`` as it called a
-function that was registered by hand, and a backward is called once, from the same closure that
-refuses second derivatives.
+Both are derived from the description of an operator (``spec.py``). What is derived here adds no
+Python frame to a call: torch calls ``spec.forward`` itself, and a backward is called once, from the
+closure that also refuses second derivatives.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _define_backward(name: str, backward: BackwardOperator) -> None:
 def _gradients(
     spec: OperatorSpec, backward: Backward | BackwardOperator
 ) -> Callable[..., tuple[Any, ...]]:
-    """What autograd calls: the backward operator, and None for what has no gradient."""
+    """What autograd calls: the backward operator, and None for arguments without a gradient."""
     if isinstance(backward, Backward):
         return first_derivative(spec.name, backward.gradients)
     _define_backward(spec.name, backward)
@@ -81,7 +81,7 @@ def _gradients(
         args = passed(ctx, *grads)
         if args is None:
             return none
-        # of an argument that is None: False
+        # False for an argument that is None
         needed = [ctx.needs_input_grad[place] for place in places]
         found = run(*args, *needed)
         result: list[Any] = [*none]
@@ -114,15 +114,30 @@ def spec_of(op: str) -> OperatorSpec:
 
 
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
-    """Which path a call of ``op`` with these arguments takes, and why; ``print`` it. Sends nothing.
+    """Return the plan of a call: which path it takes, and why. Sends nothing.
 
     ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x,
-    w, bias, group=group)``. In place of topk_ids a number will do: how many experts a token has.
+    w, bias, group=group)``. Print the result to read it.
+
+    Parameters
+    ----------
+    op : str
+        Name of an operator, one of ``tileweave.OPERATORS``.
+
+    *args, **kwargs
+        Arguments as the operator takes them. ``topk_ids`` may be replaced by a number: how many
+        experts each token has.
+
+    Returns
+    -------
+    Plan
+        Path (fused, unfused or local), reason and config.
 
     Raises
     ------
-    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and
-    the like, too, if given), and for operators that do not exist.
+    InputError
+        The call would refuse its arguments by shape, dtype or device (also those of ``bias``,
+        ``out`` and the like, if given), or there is no such operator.
     """
     spec = spec_of(op)
     given = signature(spec.call).bind_partial(*args, **kwargs).arguments
@@ -132,30 +147,57 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 
 
 def warmup(op: str, *args: object, **kwargs: object) -> Plan:
-    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may
-    capture calls afterwards.
+    """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
+    calls. Collective.
 
-    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go
-    another way, with memory of its own: warm up each size to come. A capture that also holds the
-    backward of a matmul operator needs ``backward=True``: operands then require gradients, and
-    their backward follows. Arguments by operator:
+    Makes one call on zeros, of one size, and returns the plan of calls of that size. Another number
+    of rows may take another path, with memory of its own: warm up each size that will be captured.
 
-    ==========================================  ===========================================================================
-    all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
-    matmul_all_reduce                           (``norm=True``: with norm_weight, which is another kernel)
-    matmul_all_to_all, all_to_all_matmul        the same, and ``scatter_dim=``, ``gather_dim=``
-    dispatch_grouped_matmul                     tokens, experts [E/R, N, K] (a tensor), topk; tokens: max_tokens of calls
-    grouped_matmul_combine                      the call's: y, experts, plan, topk_weights
-    embedding_bag_all_to_all                    the call's, with the largest batch
-    ==========================================  ===========================================================================
+    Parameters
+    ----------
+    op : str
+        Name of an operator, one of ``tileweave.OPERATORS``.
 
-    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the
-    current GPU, or the CPU); all take ``group=``.
+    *args
+        Sizes or tensors of this rank; they depend on the operator:
+
+        all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce:
+            ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]. matmul_all_reduce also
+            takes ``norm=True``, for calls with ``norm_weight``, which have another kernel.
+        matmul_all_to_all, all_to_all_matmul:
+            the same, with ``scatter_dim=`` and ``gather_dim=``.
+        dispatch_grouped_matmul:
+            ``tokens, experts, topk``: tokens is ``max_tokens`` of later calls, experts a tensor [E
+            / R, N, K].
+        grouped_matmul_combine:
+            the arguments of a call: ``y, experts, plan, topk_weights``.
+        embedding_bag_all_to_all:
+            the arguments of a call, with the largest batch.
+
+    group : ProcessGroup or str, optional
+        For all operators. None: the default group.
+
+    backward : bool, optional
+        For matmul operators: also run the backward of the call, for captures that contain it.
+        Default False.
+
+    dtype : torch.dtype, optional
+        For matmul operators: dtype of x and w. Default bfloat16.
+
+    device : torch.device, optional
+        For matmul operators. Default: the current GPU, or the CPU if there is none.
+
+    Returns
+    -------
+    Plan
+        What :func:`explain` returns for the call.
 
     Raises
     ------
-    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come:
-    every rank calls it alike.
+    InputError
+        A size, dtype or device is invalid.
+    PeerTimeout
+        A rank does not call in time: every rank must call with the same arguments.
     """
     spec = spec_of(op)
     if spec.warmup is not None:

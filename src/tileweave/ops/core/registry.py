@@ -1,8 +1,8 @@
-"""What all operators share: registration with torch, groups by name, workspaces, agreement between
-ranks.
+"""Definition of torch operators, groups by name, workspaces, and the launch of a kernel with its
+copies.
 
-``torch.library.Library`` and not ``@custom_op``: half the dispatch time, and 7 us a call matter at
-decode.
+Operators are defined with ``torch.library.Library`` rather than ``@custom_op``: dispatch takes half
+the time, and 7 us per call matter for decoding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
-_SAID: set[tuple[str, str]] = set()  # operators and reasons of calls that ran unfused
+_SAID: set[tuple[str, str]] = set()  # (operator, reason) of calls that ran unfused
 
 
 def define(
@@ -42,9 +42,9 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Register one operator: schema, the implementation for CPU and CUDA, its fake, its gradient.
+    """Define one operator: schema, implementation for CPU and CUDA, fake, gradient.
 
-    An ``.out`` that returns nothing needs a fake only to check its arguments.
+    An ``.out`` form that returns nothing needs a fake only to check its arguments.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
@@ -60,8 +60,10 @@ def define(
 
 
 def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell
-    nobody."""
+    """Increment autograd's version counters of arguments that the schema marks (a!).
+
+    Kernels that write to memory do not do so themselves.
+    """
     changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
     returns = not schema.endswith("-> ()")
 
@@ -74,8 +76,9 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
                     counted.append(t)
                 elif t is not None and not torch.is_inference_mode_enabled():
                     raise InputError(
-                        f"asked: {schema.split('(', 1)[0]} into a tensor made under inference_mode, outside of it; allowed: "
-                        "under torch.inference_mode(), or a tensor made outside; remedy: one of them"
+                        f"asked: {schema.split('(', 1)[0]} into a tensor made under "
+                        "inference_mode, outside of it; allowed: under torch.inference_mode(), "
+                        "or a tensor made outside; remedy: one of them"
                     )
         result = implementation(*args, **kwargs)
         for t in counted:
@@ -102,15 +105,18 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """torch takes the fake where any tensor is on meta; with others on a device, results would be
-    memory that nobody wrote."""
+    """Refuse tensors on several devices in a fake.
+
+    torch calls the fake if any tensor is on meta. With others on a device, results would be memory
+    that no kernel wrote.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         devices = {t.device for t in _tensors((*args, *kwargs.values()))}
         if len(devices) > 1:
             raise InputError(
-                f"asked: {name} of tensors on {', '.join(sorted(map(str, devices)))}; allowed: one device; "
-                "remedy: move them to one, or load what is still on meta"
+                f"asked: {name} of tensors on {', '.join(sorted(map(str, devices)))}; "
+                "allowed: one device; remedy: move them to one, or load what is still on meta"
             )
         return fake(*args, **kwargs)
 
@@ -118,11 +124,11 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` for any caller: on the device of its tensors, in their dtypes (as the fake
-    says, autocast or not).
+    """Run ``implementation`` on the device of its tensors and in their dtypes, with autocast or
+    without.
 
-    Forward-mode derivatives would be lost, so no. Compiled code comes here first, so this is where
-    its group is looked up; and what breaks off here is told to peers, who wait for it
+    Forward-mode derivatives would be lost, so they are refused. Compiled code enters here first, so
+    the group is looked up here. A call that fails here is reported to peers, which wait for it
     (``transport/call_ledger.py``).
     """
     name, arguments = schema.split("(", 1)[0], _arguments(schema)
@@ -135,18 +141,18 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
             map(_has_tangent, _tensors((*args, *kwargs.values())))
         ):
             raise UnsupportedError(
-                f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
-                "remedy: call on tensors without tangents"
+                f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
+                "torch.autograd.grad); remedy: call on tensors without tangents"
             )
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
-        # -1: a mistake, for the checks
+        # -1: a tensor on the CPU, which the checks refuse
         if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):
             with torch.cuda.device(args[tensor_at].device):
                 return call(*args, **kwargs)
         group_name = group_at and args[group_at]
-        if not group_name:  # it has no peers
+        if not group_name:  # the call has no peers
             return implementation(*args, **kwargs)
         REGISTRY.look_up(group_name, _resolved)
         CALL.posted, done = False, False
@@ -167,13 +173,13 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
 
 
 def _has_tangent(t: torch.Tensor) -> bool:
-    with forward_ad._set_fwd_grad_enabled(True):  # torch's wrapper for the backward switches it off
+    with forward_ad._set_fwd_grad_enabled(True):  # torch disables it in a backward
         return forward_ad.unpack_dual(t).tangent is not None
 
 
 def first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward`` of an operator whose gradient is not differentiated: what it sends, and its
-    kernels, have none of their own."""
+    """Return ``backward``, which refuses to be differentiated: its kernels and collectives have no
+    gradient."""
 
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
@@ -184,17 +190,18 @@ def first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., A
 
 
 def refuse_second_derivative(name: str) -> NoReturn:
-    """Raise :class:`UnsupportedError`."""
+    """Raise :class:`UnsupportedError` for a second derivative of operator ``name``."""
     raise UnsupportedError(
-        f"asked: the gradient of {name} as something to differentiate (create_graph=True); allowed: first derivatives; "
-        "remedy: leave create_graph out, or use torch's own operators for that part"
+        f"asked: the gradient of {name} as something to differentiate (create_graph=True); "
+        "allowed: first derivatives; remedy: leave create_graph out, or use torch's own operators "
+        "for that part"
     )
 
 
 def name_of(group: dist.ProcessGroup | str | None) -> str:
-    """The name that operators carry in place of a group (None: the default group)."""
+    """The name of ``group``, which operators take in place of a group. None: the default group."""
     if isinstance(group, str):
-        # modules keep names, and names come again for other groups
+        # modules keep names, and torch may give a name to another group later
         if not torch.compiler.is_compiling():
             REGISTRY.look_up(group, _resolved)
         return group
@@ -202,13 +209,15 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
         group = dist.group.WORLD
         if group is None:
             raise InputError(
-                "asked: an operator over the default group; allowed: after torch.distributed is initialised; "
-                "remedy: call torch.distributed.init_process_group, or pass group="
+                "asked: an operator over the default group; allowed: after torch.distributed is "
+                "initialised; remedy: call torch.distributed.init_process_group, or pass group="
             )
-    elif not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
+    elif not isinstance(
+        group, dist.ProcessGroup
+    ):  # new_group returns such to ranks that are no members
         raise InputError(
-            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
-            "remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
+            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its "
+            "name; remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
         )
     name = group.group_name
     REGISTRY.belongs(name, group)
@@ -216,11 +225,12 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The group behind a name; raises :class:`InputError` for a group this rank is not in."""
+    """The group of this name. Raises :class:`InputError` for a group that this rank is not in."""
     group = _resolved(name)
     if dist.get_rank(group) < 0:
         raise InputError(
-            f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only"
+            f"asked: group {name!r}; allowed: groups that contain this rank; "
+            "remedy: call on members only"
         )
     return group
 
@@ -235,19 +245,18 @@ def _resolved(name: str) -> dist.ProcessGroup:
         ) from error
 
 
-def place_in(name: str) -> tuple[int, int]:
-    """(rank, size) of the group; a compiler need not look inside."""
+def rank_and_size(name: str) -> tuple[int, int]:
+    """Rank in the group, and its world size. A constant for torch.compile."""
     group = group_of(name)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler
-# triton.
-place_in._dynamo_marked_constant = True
+# As torch.compiler.assume_constant_result does. That would import the compiler, and with it triton.
+rank_and_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The facts about ``device`` that plans are made from."""
+    """The properties of ``device`` that plans depend on."""
     if device.type != "cuda":
         return CPU
     from tileweave.transport.cuda import describe
@@ -261,7 +270,7 @@ def interpreting() -> bool:
 
 
 def workspace_of(name: str, device: torch.device) -> Workspace:
-    """The workspace of (group, device); the first call for a pair is collective."""
+    """The workspace of a group and a device; the first call for a pair is collective."""
 
     def make() -> Transport:
         group = group_of(name)
@@ -280,19 +289,19 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
     return workspace
 
 
-def mark_of(common: object) -> int:
-    """A checksum, not 0, of what ranks must agree on: the same in every process."""
+def checksum_of(common: object) -> int:
+    """Checksum, never 0, of what ranks must agree on: the same in every process."""
     return zlib.crc32(json.dumps(common, sort_keys=True).encode()) or 1
 
 
 @lru_cache(maxsize=64)
 def number_of(what: object) -> int:
-    """A number for a name, a dtype, an option, to hash with sizes: the same in every process."""
-    return mark_of(str(what))
+    """Number for a name, a dtype or an option, to hash with sizes: the same in every process."""
+    return checksum_of(str(what))
 
 
 def endpoint(instance: Instance, dtype: torch.dtype) -> Peers:
-    """The pointers of ``instance`` for a kernel over ``dtype``; made once, since making views takes
+    """The pointers of ``instance`` for a kernel over ``dtype``; kept, since making views takes
     microseconds."""
     found = instance.cache.get(dtype)
     if found is None:
@@ -310,34 +319,40 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Peers:
 
 
 def copy_slot(instance: Instance) -> int:
-    """The slot of the next copy-engine call: that of its parity; a graph freezes it, so a captured
-    call has slot 0."""
+    """The slot of the next copy-engine call: the parity of its number, and 0 in a captured call.
+
+    A graph keeps the slot that it was captured with.
+    """
     return 0 if instance.captured else instance.calls & 1
 
 
-def push_beside(
+def push_with_launch(
     instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool
 ) -> None:
-    """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``;
-    ``capturing``: into a CUDA graph."""
+    """Launch a kernel, and push ``copies`` concurrently.
+
+    ``given`` is the address of the tensor that copies read; ``capturing``: into a CUDA graph.
+    """
     transport, launched = instance.transport, False
     try:
         transport.push(copies, given, launch=launch)
         instance.calls += 1
-        CALL.posted = False  # it has been made
+        CALL.posted = False  # the call has been made
         launched = transport.device.type == "cuda"
     finally:
-        # A kernel on a device ends behind our copies anyway, it waits for the signal behind the
-        # last of them; to wait for an event as well would cost the host 5 us. A capture wants every
-        # stream joined that it forked.
+        # On a GPU the kernel ends after the copies: it waits for the signal that follows the last
+        # of them. To wait for an event as well would cost the host 5 us. A capture must join every
+        # stream that it forked.
         if capturing or not launched:
             transport.join()
         instance.launched()
 
 
 def await_frozen_slot(instance: Instance, peers: Peers) -> None:
-    """Where copies write to peers as soon as the call is queued: a captured call, which has one
-    slot, must await its reader."""
+    """Wait until peers have read the slot of a captured call, which always uses the same one.
+
+    Needed where copies write to peers as soon as the call is queued.
+    """
     if instance.captured:
         from tileweave.kernels.runtime.barrier import barrier
 
@@ -345,7 +360,7 @@ def await_frozen_slot(instance: Instance, peers: Peers) -> None:
 
 
 def log_fallback(op: str, plan: Plan) -> None:
-    """Say once per reason that a call takes another path than the fused one."""
+    """Log once per reason that an operator runs unfused."""
     key = (op, plan.reason)
     if plan.path == "unfused" and key not in _SAID:
         _SAID.add(key)
@@ -353,16 +368,20 @@ def log_fallback(op: str, plan: Plan) -> None:
 
 
 def debugging() -> bool:
-    """Whether ranks compare all of each call and wait for it: ``TILEWEAVE_DEBUG``."""
+    """Whether ranks compare all of each call before it, and wait for its end:
+    ``TILEWEAVE_DEBUG=1``."""
     text = os.environ.get("TILEWEAVE_DEBUG", "0")
     if text not in ("", "0", "1"):
         raise InputError(
-            f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; remedy: set one of them, or unset it"
+            f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; "
+            "remedy: set one of them, or unset it"
         )
     return text == "1"
 
 
 def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
-    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures, which name
-    an "op", differ."""
+    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ.
+
+    A signature has the name of the operator at "op".
+    """
     collectives.agree(json.dumps(signature, sort_keys=True), group, str(signature["op"]))

@@ -1,15 +1,15 @@
-"""The description of an operator. Everything that lists or handles operators is derived from it.
+"""The description of an operator. All that lists or handles operators is derived from it.
 
 To add an operator, write its reference (``ops/reference.py``), its kernel, and one file with its
 public function and an :class:`OperatorSpec`, which :func:`registration.register` takes. From the
 description are derived
 
-- with torch: the schemas, the operator, its ``.out`` form, its backward operator, their fakes, and
-  the gradients of arguments that have none (``ops/core/registration.py``);
+- for torch: the schemas, the operator, its ``.out`` form, its backward operator, their fakes, and
+  None as the gradient of arguments that have none (``ops/core/registration.py``);
 - for users: ``tileweave.OPERATORS``, ``tileweave.explain`` and ``tileweave.warmup``;
 - for the commands: what ``check``, ``check --stress``, ``demo``, ``doctor``, ``bench`` and
-  ``trace`` run, by way of the samples that it names (``bench/samples``);
-- for tests: what has to exist (``tests/pure/test_operator_completeness.py``).
+  ``trace`` run, from the samples that it names (``bench/samples``);
+- for tests: what must exist (``tests/pure/test_operator_completeness.py``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of an operator as autograd calls it, in Python that compilers see through.
+    """The backward of an operator as Python code, which compilers can trace.
 
     Parameters
     ----------
-    setup_context : ``setup_context(ctx, inputs, output)`` keeps in ``ctx`` what backward reads.
-    gradients : ``gradients(ctx, *grads)``, one for each argument of the operator.
+    setup_context : callable
+        ``setup_context(ctx, inputs, output)`` saves in ``ctx`` what the backward reads.
+
+    gradients : callable
+        ``gradients(ctx, *grads)`` returns one gradient per argument of the operator.
     """
 
     setup_context: Callable[[Any, tuple[Any, ...], Any], None]
@@ -41,19 +44,30 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardOperator:
-    """A backward that is a torch operator of its own, ``<name>_backward``, since it communicates.
+    """A backward that is a torch operator of its own, ``<name>_backward``, because it communicates.
 
     Parameters
     ----------
-    arguments : its schema without parentheses, up to the flags: one ``bool need_<name>`` follows
-        for each of ``of``.
-    of : the arguments of the forward that have a gradient, in the order in which they are returned.
-    setup_context : ``setup_context(ctx, inputs, output)`` keeps in ``ctx`` what backward reads.
-    passed : ``passed(ctx, *grads)``, the arguments of a call; None if there is nothing to
-        differentiate, and then no rank calls it.
-    run : ``run(*arguments, *needed)``, the implementation: a gradient for each of ``of``, and an
-        empty tensor for one that is not needed.
-    like : ``like(*arguments)``, tensors that are as the gradients will be: the fake.
+    arguments : str
+        Its schema without parentheses and without flags: ``bool need_<name>`` is appended for each
+        name in ``of``.
+
+    of : tuple of str
+        The arguments of the forward that have a gradient, in the order in which these are returned.
+
+    setup_context : callable
+        ``setup_context(ctx, inputs, output)`` saves in ``ctx`` what the backward reads.
+
+    passed : callable
+        ``passed(ctx, *grads)`` returns the arguments of a call of the backward operator; None if
+        there is nothing to differentiate, on all ranks alike: then no rank calls it.
+
+    run : callable
+        ``run(*arguments, *needed)``, the implementation, returns one gradient per name in ``of``;
+        an empty tensor for one that is not needed.
+
+    like : callable
+        ``like(*arguments)`` returns tensors of the shapes and dtypes of the gradients: the fake.
     """
 
     arguments: str
@@ -70,30 +84,61 @@ class OperatorSpec:
 
     Parameters
     ----------
-    call : the public function; its name is that of the operator. It checks what the torch operator
-        does not get to see, and calls ``torch.ops.tileweave.<name>``.
-    arguments : of the torch operator: its schema without parentheses. ``Tensor? bias`` is optional;
-        ``str group_name`` names the group.
-    options : more arguments, which the ``.out`` form does not have.
-    results : what it returns, as the schema says it: ``Tensor``, or ``(Tensor, Tensor)``.
-    out : what the ``.out`` form writes to.
-    forward : ``forward(*arguments, *options)`` checks its arguments, plans the call and makes it, on
-        the fused path or by ``reference``; ``forward(*arguments, out=...)`` is the ``.out`` form,
-        whose result nothing reads.
-    fake : called like ``forward``; checks the arguments as far as tracing can, and returns tensors
-        without data.
-    explain : the :class:`Plan` of a call, by ``call``'s names of what it needs; raises for what the
-        call refuses. Sends nothing.
-    warmup : see :func:`tileweave.warmup`; None: one call of the arguments given, then ``explain``.
-    backward : None for an operator without gradients.
-    reference : the unfused operator in plain torch: specification, oracle, baseline.
-    kernel : the module of the fused kernel; of several, the one to read first.
-    dual : the name of the operator that computes the gradient of the first argument; "" if there
-        is none.
-    traced : what ``tileweave trace`` sees inside: "stamps" that the kernel writes; "waits", of a
-        kernel without stamps, where it is interpreted; "" for nothing.
-    samples : the module that has its ``SAMPLES``: how commands draw, call and judge it, and sizes.
-        Only commands import it. "": ``tileweave.bench.samples.<name>``.
+    call : callable
+        The public function; its name is the name of the operator. It checks what the torch operator
+        does not get, and calls ``torch.ops.tileweave.<name>``.
+
+    arguments : str
+        Arguments of the torch operator: its schema without parentheses. ``Tensor? bias`` is
+        optional; ``str group_name`` names the group.
+
+    options : str
+        More arguments, which the ``.out`` form does not have.
+
+    results : str
+        Return type in the schema: ``Tensor``, or ``(Tensor, Tensor)``.
+
+    out : str
+        Arguments of the ``.out`` form that are written to.
+
+    forward : callable
+        ``forward(*arguments, *options)`` checks its arguments, plans the call and makes it, fused
+        or by ``reference``. ``forward(*arguments, out=...)`` is the ``.out`` form, whose result is
+        not used.
+
+    fake : callable
+        Takes the arguments of ``forward``; checks them as far as is possible while tracing, and
+        returns tensors without data.
+
+    explain : callable
+        Returns the :class:`Plan` of a call. Takes those arguments of ``call`` that it needs, by
+        their names. Raises what the call would raise for them. Sends nothing.
+
+    warmup : callable or None
+        See :func:`tileweave.warmup`. None: make one call with the given arguments, then
+        ``explain``.
+
+    backward : Backward, BackwardOperator or None
+        None for an operator without gradients.
+
+    reference : callable
+        The unfused operator in plain torch: specification, oracle, baseline.
+
+    kernel : str
+        The module of the fused kernel; of several, the one to read first.
+
+    dual : str
+        The name of the operator that computes the gradient of the first argument; "" if there is
+        none.
+
+    traced : str
+        What ``tileweave trace`` shows of the kernel: "stamps" that the kernel writes; "waits", for
+        a kernel without stamps, in Triton's interpreter; "" for nothing.
+
+    samples : str
+        The module that has ``SAMPLES``: how commands make inputs, call the operator and judge the
+        result, and with which sizes. Only commands import it. "":
+        ``tileweave.bench.samples.<name>``.
     """
 
     call: Callable[..., Any]

@@ -1,2 +1,1 @@
-"""The operators of embedding tables: pooled lookup + all-to-all, redistribution of jagged indices,
-gradients of tables."""
+"""Operators of embedding tables: lookup and all-to-all, distribution of indices, gradients."""

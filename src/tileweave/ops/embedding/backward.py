@@ -1,9 +1,9 @@
-"""The backward of embedding_bag_all_to_all: gy's columns go to the tables' owners, and there into
-gradients or a step.
+"""The backward of embedding_bag_all_to_all: gradients of columns to the owners of tables, then to
+tables.
 
-Two operators: ``embedding_bag_all_to_all_backward`` returns gradients of the tables, ``..._step``
-changes the tables in place. Both return the gradient of per-sample weights, too, which is empty
-where nobody needs it.
+There are two operators: ``embedding_bag_all_to_all_backward`` returns gradients of the tables,
+``..._step`` changes the tables in place. Both also return the gradient of per-sample weights, which
+is empty if it is not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versio
 from tileweave.ops.embedding.table_gradient import (
     KINDS,
     Lookups,
-    sort_beside,
+    sort_concurrently,
     sort_lookups,
     table_gradients,
     weight_gradients,
@@ -29,7 +29,7 @@ from tileweave.ops.embedding.table_gradient import (
 from tileweave.planning.sharding import EmbeddingLayout
 
 
-def setup_context(ctx, inputs, output) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[
         :9
     ]
@@ -38,7 +38,7 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.count, ctx.weighted = len(tables), weights is not None
     kept = [indices, offsets, *([weights] if ctx.weighted else [])]
     if ctx.kind in KINDS[2:]:
-        # steps change them: not versions of an input, but the tables themselves
+        # steps change the tables in place, so they are not saved as inputs with a version
         ctx.owned = (list(tables), list(states))
         ctx.versions = versions_of(tables)
     else:
@@ -46,7 +46,7 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*kept)
 
 
-def backward(ctx, grad):
+def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *rest = ctx.saved_tensors
     weights = rest.pop(0) if ctx.weighted else None
     need_weights = ctx.weighted and ctx.needs_input_grad[3]
@@ -68,13 +68,16 @@ def backward(ctx, grad):
             need_weights,
             needed,
         )
-        # Behind the call, which peers wait for.
-        asked = f"{OP}: gradients of per_sample_weights of tables that were changed since, by a step of another lookup, say"
+        # Raised after the call, since peers wait for it.
+        asked = (
+            f"{OP}: gradients of per_sample_weights of tables that were changed since, "
+            "for example by a step of another lookup"
+        )
         require(
             not stale,
             asked,
             "tables as the lookup read them",
-            "leave the step to an optimizer of torch's, or call once",
+            "leave the step to an optimizer of torch, or call once",
         )
         grads = [None] * ctx.count
     else:
@@ -83,8 +86,8 @@ def backward(ctx, grad):
         )
         grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
     states = [None] * len(ctx.owned[1]) if ctx.kind in KINDS[2:] else []
-    # Compilers, who pass tensors of their own, drop a call whose results nobody reads; peers wait
-    # for it, so the anchor reads.
+    # Compilers, which pass tensors of their own class, drop a call whose results are not used.
+    # Peers wait for this call, so the gradient of the anchor uses its result.
     read = (
         gw[:0].to(ctx.anchor_dtype)
         if ctx.needs_input_grad[-1] and type(grad) is not torch.Tensor
@@ -97,19 +100,19 @@ def backward(ctx, grad):
 
 
 def _backward_implementation(
-    grad,
-    tables,
-    indices,
-    offsets,
-    weights,
-    layout,
-    batch,
-    mean,
-    group_name,
-    sparse,
-    divide,
-    need_weights,
-):
+    grad: torch.Tensor,
+    tables: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: list[int],
+    batch: int,
+    mean: bool,
+    group_name: str,
+    sparse: bool,
+    divide: bool,
+    need_weights: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     call = Call(
         tables,
         indices,
@@ -124,31 +127,37 @@ def _backward_implementation(
     return _take_gradient(grad, call, tables, divide, need_weights, "sparse" if sparse else "dense")
 
 
-def _backward_fake(grad, tables, indices, offsets, weights, *rest):
+def _backward_fake(
+    grad: torch.Tensor,
+    tables: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     *_, need_weights = rest
-    return [torch.empty_like(t) for t in tables], torch.empty_like(
-        weights
-    ) if need_weights else grad.new_empty(0)
+    gw = torch.empty_like(weights) if weights is not None and need_weights else grad.new_empty(0)
+    return [torch.empty_like(t) for t in tables], gw
 
 
 def _step_implementation(
-    grad,
-    tables,
-    states,
-    indices,
-    offsets,
-    weights,
-    layout,
-    batch,
-    mean,
-    group_name,
-    kind,
-    divide,
-    rate,
-    epsilon,
-    need_weights,
-    trained,
-):
+    grad: torch.Tensor,
+    tables: list[torch.Tensor],
+    states: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: list[int],
+    batch: int,
+    mean: bool,
+    group_name: str,
+    kind: str,
+    divide: bool,
+    rate: torch.Tensor,
+    epsilon: float,
+    need_weights: bool,
+    trained: list[bool],
+) -> torch.Tensor:
     call = Call(
         tables,
         indices,
@@ -160,14 +169,22 @@ def _step_implementation(
         grad.dtype,
         group_name,
     )
-    # Without rows all ids are out of range.
+    # A table without rows takes no step, since all its indices are out of range.
     stepped = [table if steps else table[:0] for table, steps in zip(tables, trained, strict=True)]
     return _take_gradient(grad, call, stepped, divide, need_weights, kind, states, rate, epsilon)[1]
 
 
-def _step_fake(grad, tables, states, indices, offsets, weights, *rest):
+def _step_fake(
+    grad: torch.Tensor,
+    tables: list[torch.Tensor],
+    states: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    *rest: Any,
+) -> torch.Tensor:
     *_, need_weights, _ = rest
-    return torch.empty_like(weights) if need_weights else grad.new_empty(0)
+    return torch.empty_like(weights) if weights is not None and need_weights else grad.new_empty(0)
 
 
 def _take_gradient(
@@ -178,10 +195,12 @@ def _take_gradient(
     need_weights: bool,
     *becomes: Any,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The gradients of tables, if any are returned, and of weights.
+    """Return the gradients of tables, if any are returned, and of weights.
 
-    stepped : the tables, those that take no step without rows. becomes : kind, and of a step
-        states, rate, epsilon."""
+    stepped : the tables; those that take no step are without rows.
+
+    becomes : kind, and for a step also states, rate, epsilon.
+    """
     tables, layout, size = call.tables, call.layout, len(call.layout.dims)
     if debugging():
         agree_on_gradient(call)
@@ -189,10 +208,10 @@ def _take_gradient(
     path = plan(tables, call.indices, call.batch, size).path
     compiled = path != "unfused" or call.indices.is_cuda
     lookups = Lookups(call.indices, call.offsets, call.weights, call.batch, call.mean)
-    alone = need_weights or not tables  # gradients of weights want the tables as they were
-    # Beside what travels alone; sums that stand in one launch with the push wait for the sort at
-    # once.
-    sort = sort_lookups if path == "fused" and not alone else sort_beside
+    alone = need_weights or not tables  # gradients of weights read tables before a step
+    # Sort concurrently with a push that has a launch of its own. Sums that share a launch with the
+    # push wait for the sort at once.
+    sort = sort_lookups if path == "fused" and not alone else sort_concurrently
     ordered = sort(stepped, lookups, compiled)
     gw = grad.new_empty(0)
     if path == "fused":
@@ -209,9 +228,9 @@ def _take_gradient(
             push.launch_alone()
         if need_weights:
             gw = weight_gradients(mine, tables, lookups, factor)
-        beside = None if alone else push
+        with_sums = None if alone else push
         found = table_gradients(
-            mine, stepped, lookups, ordered, factor, *becomes, compiled=compiled, push=beside
+            mine, stepped, lookups, ordered, factor, *becomes, compiled=compiled, push=with_sums
         )
         if push is not None and alone:
             push.end_alone()
@@ -222,16 +241,17 @@ def _take_gradient(
 
 
 define(
-    "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
-    " int[] layout, SymInt batch, bool mean, str group_name, bool sparse, bool divide, bool need_weights)"
-    " -> (Tensor[], Tensor)",
+    "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices,"
+    " Tensor offsets, Tensor? weights, int[] layout, SymInt batch, bool mean, str group_name,"
+    " bool sparse, bool divide, bool need_weights) -> (Tensor[], Tensor)",
     _backward_implementation,
     _backward_fake,
 )
 define(
-    "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
-    " Tensor? weights, int[] layout, SymInt batch, bool mean, str group_name, str kind, bool divide, Tensor rate,"
-    " float epsilon, bool need_weights, bool[] trained) -> Tensor",
+    "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states,"
+    " Tensor indices, Tensor offsets, Tensor? weights, int[] layout, SymInt batch, bool mean,"
+    " str group_name, str kind, bool divide, Tensor rate, float epsilon, bool need_weights,"
+    " bool[] trained) -> Tensor",
     _step_implementation,
     _step_fake,
 )

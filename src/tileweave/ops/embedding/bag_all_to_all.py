@@ -1,27 +1,34 @@
-"""embedding_bag_all_to_all: pool the bags of the global batch from this rank's tables, each vector
-to its sample's owner.
+"""embedding_bag_all_to_all: pool bags of the global batch, and send each vector to its sample's
+rank.
 
-=========  =======================  ==============================================================================
-tables     T of [rows_t, D_t]       this rank's embedding tables, whole or some columns of them; T and D_t differ by rank
-indices    [N]                      rows to pool, table after table, in each sample after sample; int32 or int64
-offsets    [T * B + 1]              bag (t, s) is ``indices[offsets[t * B + s] : offsets[t * B + s + 1]]``
-y          [B/R, sum of all D]      this rank's samples, columns of all ranks' tables as the layout says
-=========  =======================  ==============================================================================
+=========  ====================  ==========================================================
+tables     T of [rows_t, D_t]    this rank's embedding tables, whole or some of their
+                                 columns; T and D_t differ between ranks
+indices    [N]                   rows to pool, sorted by table, then by sample; int32 or
+                                 int64
+offsets    [T * B + 1]           bag (t, s) is ``indices[offsets[t * B + s] :
+                                 offsets[t * B + s + 1]]``
+y          [B/R, sum of all D]   this rank's samples, with the columns of all ranks' tables
+                                 in the order of the layout
+=========  ====================  ==========================================================
 
-forward : one kernel (``kernels/embedding/bag_all_to_all.py``) that pools and stores to the owner,
-    in place. backward: gy's columns go straight to the tables' owners (``backward.py``), where the
-    rows of each table
-          that were looked up are summed in a fixed order: a dense gradient, a sparse one, or an
-          optimizer's step in place.
-weights : gw[i] = table row . gradient of its bag.
+forward : one kernel (``kernels/embedding/bag_all_to_all.py``) pools vectors and stores them on the
+sample's rank, in the result.
 
-Sources: fused embedding + all-to-all, arXiv 2305.06942; the contract of TorchRec's
+backward : columns of gy are sent to the ranks of the tables (``backward.py``). There the gradients
+of each looked-up row are summed in a fixed order. The result is a dense gradient, a sparse one, or
+an optimizer's step in place.
+
+gradient of weights : gw[i] = dot product of the table row and the gradient of its bag.
+
+Sources: fused embedding + all-to-all, arXiv 2305.06942; interface of TorchRec's
 PooledEmbeddingsAllToAll.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +62,7 @@ from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
 
 _METAS: dict = {}
-# compilers cannot make a tensor that requires a gradient
+# made here: compilers cannot make a tensor that requires a gradient
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 
 
@@ -76,41 +83,82 @@ def embedding_bag_all_to_all(
     anchor: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pool bags of the global batch from this rank's tables, and get the pooled vectors of all
-    ranks for own samples.
+    """Pool bags of the global batch from this rank's tables; return this rank's samples of all
+    tables.
 
     Parameters
     ----------
-    tables : of one dtype, contiguous [rows, D]; may be empty on some ranks.
-    indices : [N], int32 or int64, table by table, sample by sample. offsets : [T * B + 1], of T
-        tables, int32 or int64: where bags begin, and N at the end (torch's
-        ``include_last_offset``).
-    batch : B, samples of all ranks; needed where this rank has no tables. Rank r owns samples [r *
-        c, (r+1) * c), c = ceil(B / R).
-    mode : "sum" or "mean". An empty bag gives zeros. per_sample_weights : [N], only with "sum".
-    layout : the columns of every rank's tables in y, the same on all ranks. None: rank by rank,
-        table by table, which the ranks tell each other in each call, and the host waits for it:
-        pass a layout in a loop.
-    out_dtype : of y and of what travels; None: that of the tables.
-    gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead, of
-        tables that require it. Gradients are for all or for none: a rank without tables takes part
-        in backward whenever gradients are enabled, or, given an ``anchor``, if that requires one. A
-        fused step wants memory of its own for each table; and gradients of per_sample_weights read
-        the tables in backward, so another lookup's step must not come between (not seen when
-        compiled).
-    divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
-    out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not
+    tables : sequence of [rows_t, D_t], contiguous
+        This rank's tables, of one dtype: float32, float16 or bfloat16. May be empty on some ranks.
+
+    indices : [N], int32 or int64
+        Rows to pool, sorted by table, then by sample.
+
+    offsets : [T * B + 1], int32 or int64
+        Where each bag begins in ``indices``, and N at the end (``include_last_offset`` in torch).
+
+    batch : int, optional
+        B, the number of samples of all ranks. Needed on ranks without tables. Rank r has samples [r
+        * c, (r + 1) * c) with c = ceil(B / R).
+
+    mode : str
+        "sum" or "mean". An empty bag gives zeros.
+
+    per_sample_weights : [N], float32, float16 or bfloat16, optional
+        Weights of vectors, only with "sum".
+
+    layout : EmbeddingLayout, optional
+        The columns of every rank's tables in y, the same on all ranks. None: ordered by rank, then
+        by table. Ranks then exchange their sizes in each call, and the host waits for it: pass a
+        layout in a loop.
+
+    out_dtype : torch.dtype, optional
+        Of y and of what is sent. None: that of the tables.
+
+    gradient : str
+        "dense" or "sparse" gradients of the tables.
+
+    optimizer : FusedOptimizer, optional
+        Take a step in the backward instead, of tables that require a gradient. Each table needs
+        memory of its own. Gradients of ``per_sample_weights`` read the tables in the backward, so
+        no other lookup may take a step in between (not detected when compiled).
+
+    divide_gradient : bool
+        Divide gradients of tables and weights by R, for a loss that is a mean over ranks.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    anchor : tensor, optional
+        On a rank without tables: whether it takes part in the backward. Gradients must be computed
+        on all ranks or on none. Without an anchor such a rank takes part whenever gradients are
+        enabled; with one, only if the anchor requires a gradient.
+
+    out : [b, width], contiguous, optional
+        Memory for the result. Peers write straight into an earlier result of this operator. Not
         with gradients.
 
     Returns
     -------
-    y [b, width]. It stands in symmetric memory of its own for as long as anyone holds it; who reads
-    it on another stream holds it until that one is done (``record_stream`` does nothing here).
+    y : [b, width]
+        b samples of this rank. The memory is symmetric, and is not used again as long as a
+        reference to y exists. Code that reads it on another stream must keep a reference until that
+        stream is done (``record_stream`` has no effect here).
 
     Raises
     ------
-    InputError for what does not fit; with ``TILEWEAVE_DEBUG=1`` also for indices out of range,
-    which otherwise read nothing and count as zeros. PeerTimeout, CaptureError as every operator.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take. With
+        ``TILEWEAVE_DEBUG=1`` also indices out of range, which otherwise read nothing and count as
+        zeros.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size and tables, or ``tw.warmup``.
+
+    Notes
+    -----
+    Sources: arXiv 2305.06942; TorchRec's PooledEmbeddingsAllToAll.
     """
     return _call(
         tables,
@@ -143,12 +191,36 @@ def embedding_bag(
     optimizer: FusedOptimizer | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pool bags from several tables at once, on this rank alone:
-    ``torch.nn.functional.embedding_bag`` for many tables.
+    """Pool bags from several tables at once, on this rank alone.
 
-    tables T of [rows_t, D_t], indices [N], offsets [T * B + 1] as in
-    :func:`embedding_bag_all_to_all`; gives [B, sum of D], or table t from ``columns[t]`` on. Other
-    arguments as there.
+    As ``torch.nn.functional.embedding_bag``, for many tables.
+
+    Parameters
+    ----------
+    tables : sequence of [rows_t, D_t], contiguous
+        This rank's tables, of one dtype: float32, float16 or bfloat16. May be empty on some ranks.
+
+    indices : [N], int32 or int64
+        Rows to pool, sorted by table, then by sample.
+
+    offsets : [T * B + 1], int32 or int64
+        Where each bag begins in ``indices``, and N at the end (``include_last_offset`` in torch).
+
+    mode, per_sample_weights, out_dtype, gradient, optimizer, out
+        As in :func:`embedding_bag_all_to_all`.
+
+    columns : sequence of int, optional
+        First column of each table in the result. None: tables in order.
+
+    Returns
+    -------
+    [B, sum of D_t]
+        Pooled vectors.
+
+    Raises
+    ------
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
     """
     layout = None if columns is None else EmbeddingLayout((tuple(columns),), (dims_of(tables),))
     return _call(
@@ -169,23 +241,25 @@ def embedding_bag(
 
 
 def _call(
-    tables,
-    indices,
-    offsets,
-    batch,
-    mode,
-    weights,
-    layout,
-    out_dtype,
-    gradient,
-    optimizer,
-    divide,
-    name,
-    out,
-    anchor=None,
-):
-    """Both public functions; what depends on the group is checked inside the operator, where
-    compilers do not look."""
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    batch: int | None,
+    mode: str,
+    weights: torch.Tensor | None,
+    layout: EmbeddingLayout | None,
+    out_dtype: torch.dtype | None,
+    gradient: str,
+    optimizer: FusedOptimizer | None,
+    divide: bool,
+    name: str,
+    out: torch.Tensor | None,
+    anchor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Make a call of either public function.
+
+    What depends on the group is checked inside the operator, which compilers do not trace.
+    """
     tables = list(tables)
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(
@@ -214,7 +288,7 @@ def _call(
     numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
-        # a rank without tables: what a call returned requires a gradient
+        # on a rank without tables, an earlier result requires a gradient through the anchor
         mine = [out, *tables] if tables else []
         tracked = torch.is_grad_enabled() and any(
             t.requires_grad for t in (*mine, *([] if weights is None else [weights]))
@@ -231,7 +305,7 @@ def _call(
         anchor = None
     elif (
         anchor is None and torch.is_grad_enabled()
-    ):  # this rank has to send gradients on, though it has none of its own
+    ):  # this rank must send gradients to owners, though it has no tables
         anchor = _ANCHOR.to(indices.device)
     return torch.ops.tileweave.embedding_bag_all_to_all(
         *common, kind, divide, states, rate, epsilon, anchor
@@ -263,7 +337,7 @@ def _forward(
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     if debugging():
         agree_on_call(call, size)
-    refuse_shared((*tables, *states) if gradient in KINDS[2:] else ())  # what backward changes
+    refuse_shared((*tables, *states) if gradient in KINDS[2:] else ())  # what the backward changes
     check_inputs(call, out, size, rank)
     chosen = plan(call.tables, call.indices, call.batch, size)
     if chosen.config is None:
@@ -271,12 +345,12 @@ def _forward(
         y = reference.embedding_bag_all_to_all(*call[:-1], group if size > 1 else None)
         return y if out is None else out.copy_(y)
     if chosen.path == "fused":
-        # Of integers: the same in every process.
-        mark = (
+        # A hash of integers: the same in every process.
+        checksum = (
             hash((number_of(OP), number_of(call.out_dtype), call.batch, call.mean, call.layout))
             or 1
         )
-        return run_fused(*call, chosen.config, out, mark)
+        return run_fused(*call, chosen.config, out, checksum)
     y = run_lookup(
         tables,
         indices,
@@ -295,14 +369,24 @@ def _forward(
 
 
 def _fake(
-    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *_, out=None
-):
+    tables: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: list[int],
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group_name: str,
+    *_: Any,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     found = EmbeddingLayout.unflatten(layout)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
-    # as rows_of, which would ask how large a batch is that compilers leave open
+    # as rows_of, which does not take a symbolic batch
     chunk = -(-batch // len(found.dims))
     begin, end = (torch.sym_min(r * chunk, batch) for r in (rank, rank + 1))
-    return indices.new_empty(end - begin, found.width, dtype=out_dtype)
+    return indices.new_empty(end - begin, found.width, dtype=out_dtype)  # type: ignore[arg-type]
 
 
 def explain(
@@ -312,7 +396,7 @@ def explain(
     batch: int | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[EmbeddingConfig]:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
+    """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     dims_of(tables)
     batch = (offsets.numel() - 1) // max(len(tables), 1) if batch is None else batch
     return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
@@ -322,7 +406,8 @@ SPEC = OperatorSpec(
     call=embedding_bag_all_to_all,
     arguments="Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout,"
     " SymInt batch, bool mean, ScalarType out_dtype, str group_name",
-    options="str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon, Tensor? anchor",
+    options="str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon,"
+    " Tensor? anchor",
     forward=_forward,
     fake=_fake,
     explain=explain,

@@ -1,7 +1,8 @@
-"""The fused calls of embedding_bag_all_to_all: lookup with stores to the samples' owners, and the
-gradient's way back.
+"""The fused calls of embedding_bag_all_to_all: lookup with stores to peers, and the push of
+gradients.
 
-``bag_all_to_all.py`` checks the arguments and plans; tests and the tuner call these themselves.
+``bag_all_to_all.py`` checks the arguments and plans; tests and the tuner call these functions
+themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tileweave.errors import CaptureError
-from tileweave.ops.core.collectives import out_of_line
-from tileweave.ops.core.registry import endpoint, number_of, push_beside, workspace_of
+from tileweave.ops.core.collectives import leave_launch_order_of
+from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, workspace_of
 from tileweave.ops.embedding.table_gradient import keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = f"{OP}_backward"
-REGIONS = 3  # one that the last result is in, one for the next, and one that is never lent
+REGIONS = 3  # one with the last result, one for the next, and one that is never lent
 _MOST_METAS = 64
 
 
@@ -42,15 +43,15 @@ def meta_of(
     device: torch.device,
     capturing: bool,
 ) -> torch.Tensor:
-    """int64 [T, 4] on the device: address, rows, dim, column of each table; made once for the same
+    """int64 [T, 4] on the device: address, rows, dim and column of each table; kept per set of
     tables."""
     key = tuple((t.data_ptr(), t.shape, c) for t, c in zip(tables, columns, strict=True))
     found = cache.get(key)
     if found is None:
         if capturing:
             raise CaptureError(
-                f"asked: {OP} under CUDA-graph capture with tables not seen before; allowed: tables of an earlier call; "
-                "remedy: call once with these tables before capturing"
+                f"asked: {OP} under CUDA-graph capture with tables not seen before; allowed: "
+                "tables of an earlier call; remedy: call once with these tables before capturing"
             )
         words = [
             (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
@@ -74,10 +75,9 @@ def run_fused(
     group_name: str,
     config: EmbeddingConfig,
     out: torch.Tensor | None = None,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> torch.Tensor:
-    """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy
-    of it."""
+    """Return the result [b, width]: a free region, or (with ``out``, or if none is free) a copy."""
     from tileweave.kernels.embedding import bag_all_to_all as kernel
 
     workspace = workspace_of(group_name, indices.device)
@@ -97,12 +97,12 @@ def run_fused(
     launch = _launcher(
         instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config
     )
-    instance.begin(mark, region)
+    instance.begin(checksum, region)
     try:
         launch(meta, indices, offsets, weights, region)
     finally:
         instance.launched()
-    out_of_line(indices)
+    leave_launch_order_of(indices)
     first = region * peers.slot_size
     place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
     if out is not None:
@@ -125,7 +125,7 @@ def _launcher(
     mean: bool,
     config: EmbeddingConfig,
 ) -> Launcher:
-    """Launches of such calls; made at the first one."""
+    """Launches of such calls, made at the first one."""
     from tileweave.kernels.embedding.bag_all_to_all import Samples, launcher
     from tileweave.kernels.embedding.lookup import constants
 
@@ -149,8 +149,8 @@ def _launcher(
 
 
 def _region_of(instance: Instance, out: torch.Tensor | None) -> int | None:
-    """The region that ``out`` is, if it is an earlier result of this instance: then peers store
-    straight into it."""
+    """The region that ``out`` is, if it is an earlier result of this instance: peers then store
+    into it."""
     if out is None or not out.numel():
         return None
     begin = out.data_ptr() - instance.slots.data_ptr()
@@ -176,7 +176,7 @@ def run_lookup(
     cache: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """All bags of this rank's tables, [batch, width], by the kernel and with no communication."""
+    """All bags of this rank's tables, [batch, width], by the kernel, without communication."""
     from tileweave.kernels.embedding import lookup as kernel
 
     if out is None:
@@ -197,13 +197,21 @@ def begin_push(
     own: bool = False,
     carrier: str = "",
 ) -> Push:
-    """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table.
+    """Prepare the push of each rank's gradient rows to the ranks of the tables, group of tables by
+    group.
 
-    own : this rank's own rows too, for who reads the slot; sums in the same launch find them in
-        ``grad``.
-    carrier : "copy_engine" or "sm", the same on all ranks; else as :func:`gradient_carrier` says.
-        :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream,
-        before the next call.
+    The slot is symmetric memory: read it on this stream, before the next call. Call
+    :func:`end_push` after the launch.
+
+    Parameters
+    ----------
+    own : bool
+        Also store this rank's own rows in the slot, for code that reads the slot. Sums in the same
+        launch read them from ``grad``.
+
+    carrier : str, optional
+        The transport, "copy_engine" or "sm", the same on all ranks. None: by
+        :func:`gradient_carrier`.
     """
     from tileweave.kernels.embedding import gradient as kernel
 
@@ -226,8 +234,8 @@ def begin_push(
     aligned = (
         elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
     )
-    # Of integers: the same in every process. ``own`` is each rank's affair.
-    mark = (
+    # A hash of integers: the same in every process. ``own`` may differ between ranks.
+    checksum = (
         hash(
             (
                 number_of(BACKWARD),
@@ -239,17 +247,17 @@ def begin_push(
         )
         or 1
     )
-    capturing = instance.begin(mark)
+    capturing = instance.begin(checksum)
     peers, columns = endpoint(instance, grad.dtype), layout.columns[rank]
     slot = peers.slots[: batch * dims[rank]].view(batch, dims[rank])
     first, end = rows_of(batch, transport.world_size, rank)
-    candidates, beside = kernel.CANDIDATES * transport.machine.num_sms, None
+    candidates, concurrently = kernel.CANDIDATES * transport.machine.num_sms, None
     if carrier == "copy_engine":
         copies = _copies(instance, layout, batch, grad.element_size())
-        beside = partial(
-            push_beside, instance, copies=copies, given=grad.data_ptr(), capturing=capturing
+        concurrently = partial(
+            push_with_launch, instance, copies=copies, given=grad.data_ptr(), capturing=capturing
         )
-        # a copy engine may want multiprocessors for what stays on its device
+        # copies within a device may need multiprocessors
         if own and dims[rank]:
             parts = [grad[:, c : c + d] for c, d in zip(columns, layout.dims[rank], strict=True)]
             torch.cat(parts, 1, out=slot[first:end])
@@ -265,16 +273,16 @@ def begin_push(
         rank,
         transport.world_size,
         candidates,
-        beside,
+        concurrently,
     )
 
 
 def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: int) -> Copies:
-    """Own rows of the columns of each peer's tables, group by group, a signal behind each; one to
-    ourselves behind the last.
+    """Copies of this rank's rows to the owners of their columns, group by group, each followed by a
+    signal.
 
-    Tables of a group that stand side by side, here and there, go as one. The first copy waits until
-    all ranks have met.
+    The last is a signal to this rank itself. Adjacent tables of a group are one copy. The first
+    copy waits until all ranks have met.
     """
     from tileweave.kernels.embedding.gradient import DONE, GATE, GROUPS
 
@@ -309,16 +317,18 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
 
 
 def group_of(number: int, tables: int, groups: int) -> int:
-    """In which group an owner's table travels: the first one, on which all sums wait, by itself;
-    then as many in each."""
+    """In which group an owner's table is sent.
+
+    The first table, for which all sums wait, is a group of its own; the rest are divided evenly.
+    """
     return 1 + (number - 1) * (groups - 1) // (tables - 1) if number else 0
 
 
 def tables_of(
     layout: EmbeddingLayout, owner: int, groups: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(group, first column in the gradient, in the owner's slot, columns) of each of an owner's
-    tables."""
+    """(group, first column in the gradient, in the owner's slot, columns) of each table of an
+    owner."""
     target, tables = 0, len(layout.dims[owner])
     for number, (column, dim) in enumerate(
         zip(layout.columns[owner], layout.dims[owner], strict=True)
@@ -330,8 +340,10 @@ def tables_of(
 def spans_of(
     layout: EmbeddingLayout, owner: int, group: int, groups: int
 ) -> list[tuple[int, int, int]]:
-    """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group,
-    joined where they touch."""
+    """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group.
+
+    Adjacent tables are joined.
+    """
     found: list[tuple[int, int, int]] = []
     for its, column, target, dim in tables_of(layout, owner, groups):
         if its == group and found and found[-1][0] + found[-1][2] == column:
@@ -342,18 +354,20 @@ def spans_of(
 
 
 def end_push(push: Push, group_name: str) -> None:
-    """Behind the launch: what is queued from here on waits for no peer; under the interpreter,
-    report what ran out of time."""
-    if not push.grad.is_cuda and push.concurrently is None:  # with copies the launch has looked
+    """End a push after its launch: what is queued from here on waits for no peer.
+
+    In the interpreter, report waits that timed out.
+    """
+    if not push.grad.is_cuda and push.concurrently is None:  # with copies the launch has checked
         workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
-    out_of_line(push.grad)
+    leave_launch_order_of(push.grad)
 
 
 def pieces_of(
     layout: EmbeddingLayout, rank: int, groups: int, own: bool
 ) -> tuple[torch.Tensor, int]:
-    """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have
-    none."""
+    """The plan of ``push_block``, by group, this rank's ``own`` pieces last; and a bit per empty
+    group."""
     size = len(layout.dims)
     rows = [
         (owner, column, target, dim, sum(layout.dims[owner]), group)

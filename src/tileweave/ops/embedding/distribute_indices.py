@@ -1,19 +1,21 @@
-"""distribute_indices: from samples with all features on each rank, to all samples of the features
-whose tables a rank owns.
+"""distribute_indices: from all features of this rank's samples to all samples of this rank's
+features.
 
-Jagged tensors as TorchRec's KeyedJaggedTensor lays them out: ``lengths`` [F * b], feature after
-feature, in each sample after sample; ``values`` [sum of lengths] in the same order. What comes out
-is what ``embedding_bag_all_to_all`` takes.
+A rank owns the features whose tables it has. Jagged tensors have the layout of TorchRec's
+KeyedJaggedTensor: ``lengths`` [F * b], sorted by feature, then by sample; ``values`` [sum of
+lengths] in the same order. The results are what ``embedding_bag_all_to_all`` takes.
 
-Two all-to-alls, lengths first; sizes of the second are data, so the host waits for the device once.
-In two calls it need not:
+There are two all-to-alls, of lengths and of values. The sizes of the second depend on data, so the
+host waits for the device once. Two separate calls avoid this wait:
 
-    begin_distribute_indices  lengths leave | what came, and its sums, to host memory        batch n + 2
-    finish                    host waits for those | values leave | pieces into table order  batch n + 1, a step later
+- ``begin_distribute_indices``, for batch n + 2: lengths are sent; what arrives, and its sums, are
+  copied to host memory.
+- ``finish``, for batch n + 1, a step later: the host waits for those, values are sent, and pieces
+  are put into the order of tables.
 
-Unfused: ids are a few bytes for each row of hundreds of bytes that they fetch.
+Unfused, since an index is a few bytes for each row of hundreds of bytes that it fetches.
 
-Source: the input distribution of TorchRec (KJTAllToAll), and its split in two in
+Source: the input distribution of TorchRec (KJTAllToAll), and its two halves in
 TrainPipelineSparseDist.
 """
 
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from tileweave.errors import RankMismatchError, require
 from tileweave.ops.core.collectives import all_to_all_whole
@@ -52,30 +54,53 @@ def distribute_indices(
     weights: torch.Tensor | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Distributed:
-    """Send each feature's ids to the ranks that own (parts of) its table.
+    """Send each feature's indices to the ranks that have its table, or parts of it.
 
     Parameters
     ----------
-    lengths : [F * b] integers, b samples on each rank (the same number); F is one more than the
-        highest feature that is named.
-    values : [sum(lengths)], any integer.
-    features : for each rank, the feature of each of its tables, in the order of its tables; a
-        feature may go to several.
-    weights : [sum(lengths)], travels along. On all ranks or on none; like values, of one dtype on
-        all ranks.
+    lengths : [F * b] integers
+        Number of values of each feature and sample, for b samples on each rank (the same number). F
+        is one more than the highest feature in ``features``.
+
+    values : [sum(lengths)] integers
+        Indices, of one dtype on all ranks.
+
+    features : sequence of sequences of int
+        For each rank, the feature of each of its tables, in the order of its tables. A feature may
+        go to several ranks.
+
+    weights : [sum(lengths)], optional
+        Per-sample weights, float16, bfloat16, float32 or float64, of one dtype on all ranks. On all
+        ranks or on none.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
 
     Returns
     -------
-    (indices [N], offsets [T * B + 1] of int64, weights [N] or None) for this rank's T tables and
-    the global batch B = R * b.
+    indices : [N]
+        For this rank's T tables and the global batch B = R * b.
+    offsets : [T * B + 1], int64
+        Where each bag begins.
+    weights : [N] or None
+        The weights of the indices.
 
     Raises
     ------
-    InputError for what does not fit: on the rank that made the mistake, before anything is sent;
-    where only the device knows (lengths and values that do not agree), on every rank, naming the
-    rank. RankMismatchError, on every rank, where ranks differ in the dtype of values or of weights,
-    or in having weights. Lengths of other numbers of samples, or other features, on some rank: only
-    with ``TILEWEAVE_DEBUG=1``.
+    InputError
+        (a ValueError) Arguments that do not fit: on the rank that passed them, before anything is
+        sent. What only the device knows (lengths and values that do not agree): on every rank, with
+        the number of the rank.
+    RankMismatchError
+        On every rank: ranks differ in the dtype of values or of weights, or only some have weights.
+        A different number of samples, or different features, on some rank: only with
+        ``TILEWEAVE_DEBUG=1``.
+    PeerTimeout
+        A peer does not call in time.
+
+    Notes
+    -----
+    Source: TorchRec's KJTAllToAll.
     """
     return begin_distribute_indices(
         lengths, values, features, weights=weights, group=group
@@ -91,12 +116,42 @@ def begin_distribute_indices(
     weights: torch.Tensor | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> IndicesOnTheirWay:
-    """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()``
-    of the result is the other.
+    """Begin :func:`distribute_indices` without waiting for the device; ``finish()`` of the result
+    ends it.
 
-    Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves
-    are collective. The stream that is current here should be so there, or that one ordered behind
-    it. Compilers leave both halves alone: sizes are data.
+    Takes the same arguments. What the host can see is checked here, the rest by ``finish()``. Both
+    halves are collective. Call ``finish()`` on the same stream, or on one that is ordered after it.
+    Compilers trace neither half, since sizes depend on data.
+
+    Parameters
+    ----------
+    lengths : [F * b] integers
+        Number of values of each feature and sample, for b samples on each rank (the same number). F
+        is one more than the highest feature in ``features``.
+
+    values : [sum(lengths)] integers
+        Indices, of one dtype on all ranks.
+
+    features : sequence of sequences of int
+        For each rank, the feature of each of its tables, in the order of its tables. A feature may
+        go to several ranks.
+
+    weights : [sum(lengths)], optional
+        Per-sample weights, float16, bfloat16, float32 or float64, of one dtype on all ranks. On all
+        ranks or on none.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    Returns
+    -------
+    IndicesOnTheirWay
+        Call its ``finish()``.
+
+    Raises
+    ------
+    InputError
+        (a ValueError) Arguments that do not fit, before anything is sent.
     """
     name = name_of(group)
     with breaking_off(name, lengths.device):
@@ -111,7 +166,7 @@ def _begin(
     group: dist.ProcessGroup,
 ) -> IndicesOnTheirWay:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    # before the checks: a rank whose input is refused must not leave the others waiting
+    # also around the checks: a rank that refuses its input must not leave the others waiting
     if debugging():
         dtypes = [str(values.dtype), None if weights is None else str(weights.dtype)]
         common = {
@@ -131,7 +186,7 @@ def _begin(
         from tileweave.kernels.embedding import jagged as steps
     whole = lengths.new_empty(sum(sizes), dtype=torch.int64)
     kind = KINDS.index((values.dtype, None if weights is None else weights.dtype))
-    # a message's last word says both
+    # the last word of a message has both
     steps.pack(lengths, values.numel() * len(KINDS) + kind, where, whole)
     got = all_to_all_whole(whole, sizes, [sizes[rank]] * size, group)
     offsets, told, leaving, arriving = steps.unpack(got, samples, where)
@@ -151,7 +206,7 @@ def _begin(
 def _layout(
     features: tuple[tuple[int, ...], ...], count: int, rank: int, device: torch.device
 ) -> Layout:
-    """Kept: a step's batches are alike."""
+    """Kept, since batches of a training loop have the same layout."""
     from tileweave.kernels.embedding.jagged import Layout
 
     pieces = [(feature, owner) for owner, mine in enumerate(features) for feature in mine]
@@ -163,12 +218,13 @@ def _layout(
 
 @dataclass(frozen=True, slots=True)
 class IndicesOnTheirWay:
-    """Lengths have left, values have not; :func:`begin_distribute_indices` returns it.
+    """A distribution whose lengths were sent, and whose values were not; see
+    :func:`begin_distribute_indices`.
 
-    ``told``, in host memory once ``ready``: for each rank, values of each feature; and values
-    passed, times ``len(KINDS)``, plus the number of their kind. ``leaving``, ``arriving`` are
-    pieces of values, see ``kernels/embedding/jagged.py``, which is what ``steps`` is, or
-    :class:`InTorch`.
+    ``told``, in host memory once ``ready``: per rank, the number of values of each feature; and the
+    number of values passed, times ``len(KINDS)``, plus the index of their kind. ``leaving`` and
+    ``arriving`` are pieces of values, see ``kernels/embedding/jagged.py``, which is what ``steps``
+    is, or :class:`InTorch`.
     """
 
     values: torch.Tensor
@@ -184,10 +240,9 @@ class IndicesOnTheirWay:
 
     @_disable_dynamo
     def finish(self, allowed: Sequence[torch.dtype] = INTEGERS) -> Distributed:
-        """Wait for ``told``, send the values: (indices, offsets, weights), as
-        :func:`distribute_indices` returns them.
+        """Wait for ``told``, send the values, and return what :func:`distribute_indices` returns.
 
-        ``allowed``: what values may be; others are refused on every rank, before they are sent.
+        ``allowed``: dtypes of values. Others are refused on every rank, before they are sent.
         """
         with breaking_off(self.group.group_name, self.values.device):
             return self._finish(allowed)
@@ -214,8 +269,8 @@ class IndicesOnTheirWay:
     def _send(
         self, data: torch.Tensor, split: list[list[int]], incoming: list[list[int]]
     ) -> torch.Tensor:
-        """``split`` [owner][table], ``incoming`` [source][table]: elements of each piece that
-        leaves, that comes."""
+        """Send ``data``. ``split`` [owner][table], ``incoming`` [source][table]: elements of each
+        piece."""
         going, coming = [sum(p) for p in split], [sum(p) for p in incoming]
         leaving = data.new_empty(sum(going))
         self.steps.move(
@@ -230,7 +285,7 @@ class IndicesOnTheirWay:
 
 
 class InTorch:
-    """What the kernels do, without them: on the CPU where nothing is interpreted."""
+    """What the kernels do, in plain torch: on the CPU without interpreted kernels."""
 
     @staticmethod
     def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor) -> None:
@@ -277,7 +332,7 @@ class InTorch:
 def _check_kinds(
     kinds: Sequence[tuple[torch.dtype, torch.dtype | None]], allowed: Sequence[torch.dtype]
 ) -> None:
-    """What every rank knows of all ranks: raises on all of them."""
+    """Check dtypes of all ranks; raises on every rank."""
 
     def told() -> str:
         named = [
@@ -290,14 +345,16 @@ def _check_kinds(
 
     if len(set(kinds)) > 1:
         raise RankMismatchError(
-            f"asked: {told()}; allowed: the same on every rank; remedy: convert them, and pass weights on all ranks or on none"
+            f"asked: {told()}; allowed: the same on every rank; remedy: convert them, "
+            "and pass weights on all ranks or on none"
         )
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
     require(kinds[0][0] in allowed, told, f"{names} values", "convert the values")
 
 
 def _check_sums(sums: Sequence[Sequence[int]], passed: Sequence[int]) -> None:
-    """``sums`` [source][feature]. As above: all ranks raise, and name the one that is wrong."""
+    """Check ``sums`` [source][feature] against ``passed``; raises on every rank, naming the wrong
+    one."""
     from tileweave.kernels.embedding.jagged import BELOW
 
     wrong = [
@@ -327,7 +384,7 @@ def _check_inputs(
     weights: torch.Tensor | None,
     size: int,
 ) -> int:
-    """The number of features; raises on the rank that made the mistake, before anything is sent."""
+    """Return the number of features; raise for bad arguments, before anything is sent."""
     require(
         len(features) == size,
         f"features of {len(features)} ranks",
@@ -335,7 +392,7 @@ def _check_inputs(
         "give each rank a list",
     )
     named = [f for mine in features for f in mine]
-    require(bool(named), "no features", "one at least", "name the features")
+    require(bool(named), "no features", "at least one", "name the features")
     require(
         min(named) >= 0,
         f"features {sorted(set(named))}",
@@ -363,7 +420,10 @@ def _check_inputs(
         and values.dtype in INTEGERS
         and values.device == lengths.device
     )
-    asked = f"values {values.dtype} {tuple(values.shape)} with strides {values.stride()} on {values.device}"
+    asked = (
+        f"values {values.dtype} {tuple(values.shape)} with strides {values.stride()} "
+        f"on {values.device}"
+    )
     require(
         fits,
         asked,
@@ -376,16 +436,25 @@ def _check_inputs(
             and weights.dtype in FLOATS
             and weights.device == values.device
         )
-        asked = f"weights {weights.dtype} {tuple(weights.shape)} with strides {weights.stride()} on {weights.device}"
-        allowed = "a float16, bfloat16, float32 or float64 for each value, contiguous, beside it"
+        asked = (
+            f"weights {weights.dtype} {tuple(weights.shape)} with strides {weights.stride()} "
+            f"on {weights.device}"
+        )
+        allowed = (
+            "a float16, bfloat16, float32 or float64 for each value, contiguous, "
+            f"on {values.device}"
+        )
         require(
             fits and weights.is_contiguous(), asked, allowed, "pass as many as there are values"
         )
         tracked = torch.is_grad_enabled() and weights.requires_grad
-        remedy = "detach them, or let those require it that come out, which embedding_bag_all_to_all differentiates"
+        remedy = (
+            "detach them, or require gradients of the weights that are returned, which "
+            "embedding_bag_all_to_all differentiates"
+        )
         require(
             not tracked,
-            "weights that require a gradient, which does not travel back",
+            "weights that require a gradient, which is not sent back",
             "weights that do not",
             remedy,
         )

@@ -1,5 +1,5 @@
-"""What a call of embedding_bag_all_to_all is, which path it takes, and what it asks of its
-arguments and of other ranks."""
+"""Arguments of embedding_bag_all_to_all: their checks, the plan of a call, and what ranks must
+agree on."""
 
 from __future__ import annotations
 
@@ -29,15 +29,26 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class FusedOptimizer:
-    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad"
-    (row-wise).
+    """An optimizer step that the backward takes, in place of returning gradients.
 
-    rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
-    states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
+    Each backward takes a step at once. What works on gradients between a backward and a step sees
+    none: unscaling by a GradScaler, clipping by norm, accumulation. Leave the step to an optimizer
+    of torch for those.
 
-    Each backward steps at once, with the gradient as it comes: what works on gradients between
-    backward and a step sees none (a GradScaler's unscaling, clipping by norm, accumulation). Leave
-    the step to an optimizer of torch's for those.
+    Parameters
+    ----------
+    kind : str
+        "sgd", or "adagrad" (row-wise).
+
+    rate : [1], float32
+        Learning rate on the device of the tables, so that a schedule can change it also under a
+        CUDA graph.
+
+    states : list of [rows], float32
+        For "adagrad", the sums of mean squares of each local table; else empty.
+
+    epsilon : float
+        Added to the square root in "adagrad".
     """
 
     kind: str
@@ -47,8 +58,10 @@ class FusedOptimizer:
 
 
 class Call(NamedTuple):
-    """One lookup and exchange, in the order in which functions take it; ``layout`` travels flat in
-    the operators."""
+    """One lookup and exchange, in the order of arguments of functions.
+
+    Operators take ``layout`` as a flat list.
+    """
 
     tables: Sequence[torch.Tensor]
     indices: torch.Tensor
@@ -64,14 +77,14 @@ class Call(NamedTuple):
 def plan(
     tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int
 ) -> Plan[EmbeddingConfig]:
-    """The path of a call, the same on every rank; the cut of its lookups is this rank's own."""
+    """The plan of a call. The path is the same on every rank; the cut of lookups may differ."""
     row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
     pooling = indices.numel() / max(len(tables) * batch, 1)
     return plan_embedding(size, row_bytes, pooling, machine_of(indices.device), interpreting())
 
 
 def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The columns of each table; raises :class:`InputError` for what is no table."""
+    """The columns of each table; raises :class:`InputError` if a table is not two-dimensional."""
     require(
         all(t.dim() == 2 for t in tables),
         lambda: _shapes(tables),
@@ -88,8 +101,10 @@ def _shapes(tables: Sequence[torch.Tensor]) -> str:
 def exchanged_layout(
     tables: Sequence[torch.Tensor], device: torch.device, name: str
 ) -> EmbeddingLayout:
-    """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether
-    others' tables changed."""
+    """All ranks' tables in rank order. Collective, and the host waits.
+
+    Exchanged in each call, since a rank cannot know whether tables of other ranks changed.
+    """
     dims = dims_of(tables)
     if not name:
         return EmbeddingLayout.in_rank_order([dims])
@@ -110,11 +125,12 @@ def exchanged_layout(
 
 
 def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:
-    """Tables and states of a fused step: what two of them share would take two, one behind the
-    other."""
+    """Refuse tables and states of a fused step that share memory, which would take two steps."""
     begins = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in stepped if t.numel())
     shared = any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(begins))
-    remedy = "look the features of one table up as one table, or leave the step to an optimizer of torch's"
+    remedy = (
+        "look up all features of a table as one table, or leave the step to an optimizer of torch"
+    )
     require(
         not shared,
         "a fused step of tables or states that share memory",
@@ -124,18 +140,20 @@ def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:
 
 
 def versions_of(tables: Sequence[torch.Tensor]) -> list[int]:
-    """How often each that is trained was changed in place; a step counts for frozen ones, too,
-    which it leaves as they are."""
+    """How often each trained table was changed in place.
+
+    A fused step increments the versions of frozen tables too, which it does not change.
+    """
     return [t._version if t.requires_grad else 0 for t in tables]
 
 
 def step_of(
     tables: Sequence[torch.Tensor], gradient: str, optimizer: FusedOptimizer | None
 ) -> tuple[str, list[torch.Tensor], torch.Tensor | None, float]:
-    """(kind, states, rate, epsilon) of what becomes of gradients, as the operator carries them."""
+    """(kind, states, rate, epsilon): how the operator is told what to do with gradients."""
     if optimizer is not None:
         _check_optimizer(tables, optimizer)
-    # without tables there is nothing to step, for compilers neither
+    # without tables there is nothing to step, also for compilers
     if optimizer is None or not tables:
         return gradient, [], None, 0.0
     return optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
@@ -145,7 +163,10 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
     numbers = (optimizer.rate, *optimizer.states)
 
     def kinds() -> str:
-        return f"a rate that is a {type(optimizer.rate).__name__}, states {[type(s).__name__ for s in optimizer.states]}"
+        return (
+            f"a rate that is a {type(optimizer.rate).__name__}, "
+            f"states {[type(s).__name__ for s in optimizer.states]}"
+        )
 
     fits = all(isinstance(t, torch.Tensor) for t in numbers)
     require(fits, kinds, "tensors", "pass rate=torch.full((1,), 0.01, device=...)")
@@ -163,20 +184,23 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
     fits = fits and optimizer.rate.dtype == torch.float32 and optimizer.rate.numel() == 1
 
     def numbers_asked() -> str:
-        return f"a rate {tuple(optimizer.rate.shape)} {optimizer.rate.dtype}; it, states, tables on {sorted(map(str, devices))}"
+        return (
+            f"a rate {tuple(optimizer.rate.shape)} {optimizer.rate.dtype}; "
+            f"it, states, tables on {sorted(map(str, devices))}"
+        )
 
     require(
         fits,
         numbers_asked,
-        "a rate fp32 [1], all contiguous and beside the tables",
-        "move or make them so",
+        "a rate of shape [1], float32; all contiguous and on the device of the tables",
+        "move or convert them",
     )
     epsilon = optimizer.epsilon
     require(
         0 <= epsilon < math.inf,
         f"epsilon {epsilon}",
-        "a finite number, 0 at least",
-        "pass one like 1e-8",
+        "a finite number, at least 0",
+        "pass a number such as 1e-8",
     )
 
 
@@ -186,11 +210,14 @@ def _faults_of(layout: EmbeddingLayout) -> str:
 
 
 def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     tables, indices, offsets, weights, layout, batch, mean, out_dtype, _ = call
 
     def kinds() -> str:
-        return f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
+        return (
+            f"indices {indices.dtype} {tuple(indices.shape)}, "
+            f"offsets {offsets.dtype} {tuple(offsets.shape)}"
+        )
 
     def dtypes() -> str:
         return f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
@@ -244,7 +271,7 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
         len(layout.dims) == size,
         f"a layout of {len(layout.dims)} ranks",
         f"{size} ranks",
-        "make it for this group",
+        "make a layout for this group",
     )
     mine = layout.dims[rank]
     require(
@@ -289,16 +316,16 @@ def _check_rising(indices: torch.Tensor, offsets: torch.Tensor) -> None:
         fits,
         asked,
         "offsets that rise from 0 or later, to N at most",
-        "cumulate lengths of bags, 0 at least",
+        "pass cumulative lengths of bags, each at least 0",
     )
 
 
 def count_bags(indices: torch.Tensor, offsets: torch.Tensor, tables: int) -> int:
-    """B of ``tables`` tables, from offsets alone. Of one table their number fits without an end,
-    too, and a bag would be lost.
+    """B, from the offsets of ``tables`` tables.
 
-    Of several, indices may be longer than their bags: a buffer of one size serves many batches, for
-    graphs.
+    For one table, any number of offsets would be a valid B, so a missing end would lose a bag: the
+    last offset must be N. For several tables, ``indices`` may be longer than all bags: a buffer of
+    one size serves many batches in CUDA graphs.
     """
     at_hand = (
         not torch.compiler.is_compiling()
@@ -322,7 +349,7 @@ def count_bags(indices: torch.Tensor, offsets: torch.Tensor, tables: int) -> int
 def find_trouble(
     tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int
 ) -> str:
-    """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
+    """For debugging, waits for the device: what is wrong with the bags; "" if nothing."""
     if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:
         return f"offsets from {int(offsets[0])} to {int(offsets[-1])} for {indices.numel()} indices"
     if bool((offsets[1:] < offsets[:-1]).any()):
@@ -331,13 +358,16 @@ def find_trouble(
     for number, table in enumerate(tables):
         mine = indices[ends[number] : ends[number + 1]]
         if mine.numel() and not (int(mine.min()) >= 0 and int(mine.max()) < table.shape[0]):
-            return f"indices from {int(mine.min())} to {int(mine.max())} in table {number}, which has {table.shape[0]} rows"
+            return (
+                f"indices from {int(mine.min())} to {int(mine.max())} in table {number}, "
+                f"which has {table.shape[0]} rows"
+            )
     return ""
 
 
 def agree_on_call(call: Call, size: int) -> None:
-    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all
-    ranks raise."""
+    """For debugging: raise on all ranks if their arguments do not fit together or an index is out
+    of range."""
     tables, indices, offsets, batch = call.tables, call.indices, call.offsets, call.batch
 
     def check() -> None:
@@ -357,7 +387,7 @@ def agree_on_call(call: Call, size: int) -> None:
 
 
 def agree_on_gradient(call: Call) -> None:
-    """Debugging only: all ranks differentiate the same lookup; else all raise."""
+    """For debugging: raise on all ranks unless all differentiate the same lookup."""
     if len(call.layout.dims) > 1:
         agree(group_of(call.group_name), {"op": f"gradient of {OP}", **_alike(call)})
 

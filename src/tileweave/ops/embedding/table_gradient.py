@@ -1,13 +1,13 @@
-"""What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each
-table, or a step.
+"""Gradients of tables, or a step, from the gradients of pooled vectors, on the rank that has the
+tables.
 
 ``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions
-of all bags are sorted by table row (a stable sort), runs of equal rows summed in order
-(``kernels/embedding/table_sums.py``), and each sum applied once:
+of all bags are sorted by table row (a stable sort), runs of equal rows are summed in order
+(``kernels/embedding/table_sums.py``), and each sum is applied once:
 
 ========  ===================================================================================
 dense     a tensor of the table's shape
-sparse    a coalesced COO tensor; its size depends on the data, so the host waits for the device
+sparse    a coalesced COO tensor; its size depends on data, so the host waits for the device
 sgd       ``w -= rate * g`` in place, for rows that were looked up
 adagrad   row-wise: ``m += mean(g * g)``; ``w -= rate * g / (sqrt(m) + epsilon)``, m fp32 [rows]
 ========  ===================================================================================
@@ -33,7 +33,7 @@ KINDS = ("dense", "sparse", "sgd", "adagrad")
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """The bags of this rank's tables: what a lookup read, and how it weighed it."""
+    """The bags of this rank's tables: indices, offsets and weights of a lookup."""
 
     indices: torch.Tensor
     offsets: torch.Tensor
@@ -42,30 +42,32 @@ class Lookups:
     mean: bool
 
     def bags(self) -> torch.Tensor:
-        """[N] int64: the bag of each position, -1 or past the last for positions in no bag."""
+        """[N] int64: the bag of each position; -1 or past the last for positions in no bag."""
         positions = torch.arange(
             self.indices.numel(), device=self.indices.device, dtype=self.offsets.dtype
         )
         return torch.searchsorted(self.offsets, positions, right=True) - 1
 
     def scales(self, bags: torch.Tensor) -> torch.Tensor | None:
-        """[N] fp32: what a position's gradient is multiplied by; None if by nothing of its own."""
+        """[N] fp32: factor of each position's gradient; None if all are 1."""
         found = None if self.weights is None else self.weights.float()
-        if self.mean and self.offsets.numel() > 1:  # of no bags there are no lengths
+        if self.mean and self.offsets.numel() > 1:  # without bags there are no lengths
             lengths = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)
             found = 1.0 / lengths.float()[bags.clamp(0, lengths.numel() - 1)]
         return found
 
 
-# what captures were given, which read it for as long as the process lives
+# tensors that captured graphs read, kept until the process ends
 _IN_GRAPHS: dict[int, torch.Tensor] = {}
 
 
 def on_device(words: tuple, device: torch.device) -> torch.Tensor:
-    """``words`` as int64. Made once: a copy from the host makes the host wait for all that was
-    queued before."""
+    """``words`` as an int64 tensor, made once.
+
+    A copy from the host makes the host wait for all that was queued before.
+    """
     found = _on_device(words, device)
-    if type(found) is not torch.Tensor:  # without numbers, of who traces: for this call only
+    if type(found) is not torch.Tensor:  # while tracing, a tensor without data: for this call only
         _on_device.cache_clear()
     keep_for_graphs(found)
     return found
@@ -77,13 +79,14 @@ def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
 
 
 def keep_for_graphs(words: torch.Tensor) -> None:
-    """Words that a cache may forget, but not a graph that is being captured."""
+    """Keep ``words`` for a graph that is being captured: the cache may drop them."""
     if words.is_cuda and torch.cuda.is_current_stream_capturing():
         _IN_GRAPHS[id(words)] = words
 
 
 def used_on(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
-    """Memory of another stream that this one reads: not to be given away before it has."""
+    """Record that ``stream`` uses these tensors of another stream, so that their memory is not
+    reused before."""
     for t in tensors:
         if t is not None:
             t.record_stream(stream)
@@ -103,12 +106,23 @@ def keys_in_torch(
 
 @dataclass(frozen=True, slots=True)
 class SortedLookups:
-    """Positions by table row: what sums of gradients need to know of a batch, and can know before
-    there is a gradient.
+    """Positions sorted by table row: what sums of gradients need, and what can be computed before
+    them.
 
-    keys [N] : table row over all tables, ascending; ``first[-1]`` where there is none. bags [N] :
-    of the same positions. scales [N] fp32 or None. first : the first key of each table, and the
-    end. ready : recorded behind them, on another stream.
+    keys : [N]
+        Table row over all tables, ascending; ``first[-1]`` where there is none.
+
+    bags : [N]
+        The bag of each position.
+
+    scales : [N] fp32, or None
+        The factor of each position.
+
+    first : list of int
+        The first key of each table, and the end.
+
+    ready : event, or None
+        Recorded after the sort, on another stream.
     """
 
     keys: torch.Tensor
@@ -118,14 +132,14 @@ class SortedLookups:
     ready: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Order the current stream behind the sort."""
+        """Let the current stream wait for the sort."""
         if self.ready is not None:
             torch.cuda.current_stream().wait_event(self.ready)
             used_on(torch.cuda.current_stream(), self.keys, self.bags, self.scales)
 
 
 def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
-    """Positions by table row, in a stable order; on the current stream."""
+    """Sort positions by table row, stably, on the current stream."""
     if not tables:
         nothing = lookups.indices.new_empty(0)
         return SortedLookups(nothing, nothing, None, [0])
@@ -149,9 +163,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
-    """:func:`sort_lookups` beside what the current stream is given next: gradients on their way,
-    say, which fill links."""
+def sort_concurrently(
+    tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool
+) -> SortedLookups:
+    """Start :func:`sort_lookups` concurrently with what is queued next on the current stream.
+
+    For example with a push of gradients, which uses links and not multiprocessors.
+    """
     if not lookups.indices.is_cuda or not tables:
         return sort_lookups(tables, lookups, compiled)
     stream = _side_stream(lookups.indices.device)
@@ -177,12 +195,14 @@ def table_gradients(
     compiled: bool = True,
     push: Push | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd,
+    """Return the gradients of ``tables`` (dense, sparse), or none after a step in place (sgd,
     adagrad).
 
-    ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton
-    kernels, else in plain torch, which is faster on the CPU. ``push``: brings ``grad``, launched
-    with the sums.
+    ordered : the lookups by table row, from :func:`sort_concurrently`.
+
+    compiled : use Triton kernels; otherwise plain torch, which is faster on the CPU.
+
+    push : sends ``grad``, launched with the sums.
     """
     if not tables:
         return []
@@ -308,8 +328,8 @@ def _in_torch(
 def weight_gradients(
     grad: torch.Tensor, tables: Sequence[torch.Tensor], lookups: Lookups, factor: float
 ) -> torch.Tensor:
-    """[N]: the gradient of per-sample weights, row by row the product of vector and gradient; zero
-    where out of range."""
+    """[N]: the gradient of per-sample weights: dot product of vector and gradient; 0 where out of
+    range."""
     assert lookups.weights is not None, "only asked for where there are weights"
     found = torch.zeros(lookups.indices.numel(), dtype=torch.float32, device=grad.device)
     bags, column, chunk = lookups.bags(), 0, 1 << 16

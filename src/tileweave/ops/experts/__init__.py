@@ -1,2 +1,1 @@
-"""The operators of a mixture of experts: dispatch + grouped matmul, grouped matmul + combine, and
-their routing plan."""
+"""Operators of a mixture of experts, and their routing plan."""

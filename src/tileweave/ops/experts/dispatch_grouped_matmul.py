@@ -1,28 +1,35 @@
-"""dispatch_grouped_matmul: tokens to the ranks of their experts, and each expert's rows times its
-weight.
+"""dispatch_grouped_matmul: send tokens to the ranks of their experts, and multiply by experts'
+weights.
 
-=========  ======================  =====================================================================================
-x          [T, K]                  own tokens; T may differ by rank, up to ``max_tokens``
-experts    [E_local, N, K]         weights of this rank's experts, each in ``torch.nn.Linear`` layout; E = R * E_local
-topk_ids   [T, k]                  experts of each token, of all ranks, int32 or int64; -1: none
-y          [bound, N]              rows expert by expert; from row ``plan.offsets[-1]`` on undefined
-=========  ======================  =====================================================================================
+=========  ======================  ==========================================================
+x          [T, K]                  tokens of this rank; T may differ between ranks, up to
+                                   ``max_tokens``
+experts    [E_local, N, K]         weights of this rank's experts, each in
+                                   ``torch.nn.Linear`` layout; E = R * E_local
+topk_ids   [T, k]                  experts of each token, of all ranks, int32 or int64;
+                                   -1: none
+y          [bound, N]              rows sorted by expert; undefined from row
+                                   ``plan.offsets[-1]`` on
+=========  ======================  ==========================================================
 
 forward : a routing plan (``kernels/experts/routing.py``), then one kernel that sends tokens and
-          multiplies what has come (``kernels/experts/dispatch_triton.py``). No capacity: bound = R
-          * max_tokens * k, and tensors of rows are bound-sized whatever is routed here. The host
-          waits for nothing, so a CUDA graph may capture it.
-dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
-dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, not sent again:
-          see ``ops/experts/kept_tokens.py``.
+multiplies those that have arrived (``kernels/experts/dispatch_triton.py``). There is no capacity:
+bound = R * max_tokens * k, and tensors of rows have this size whatever is routed here. The host
+waits for nothing, so a CUDA graph may capture it.
 
-Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank, and beginning with
-experts that are ready.
+gradient of x : the dual operator: each token gets the sum over its rows of gy @ expert.
+
+gradient of experts : gy.T @ rows per expert. Tokens that arrived in the forward are kept, not sent
+again: see ``ops/experts/kept_tokens.py``.
+
+Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once per rank, and for starting
+with experts that are ready.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +46,7 @@ from tileweave.ops.core.registry import (
     log_fallback,
     machine_of,
     name_of,
-    place_in,
+    rank_and_size,
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
@@ -73,52 +80,76 @@ def dispatch_grouped_matmul(
     plan: RoutingPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RoutingPlan]:
-    """Send each token to the ranks of its experts, once to each, and multiply rows by their experts
-    as they come.
+    """Send each token to the ranks of its experts, and multiply its rows by the experts' weights.
+
+    A token is sent once per rank, and rows are multiplied as they arrive. bfloat16 and float16 on
+    CUDA, also float32 on the CPU. Sums are computed in float32 and rounded once.
 
     Parameters
     ----------
-    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous, or the transpose of
-        contiguous [E_local, K, N]; the same shape on every rank.
-    topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with
+    x : [T, K], contiguous
+        Tokens of this rank. T may differ between ranks.
+
+    experts : [E_local, N, K], rows contiguous, or the transpose of contiguous [E_local, K, N]
+        Weights of this rank's experts, with the dtype of x and the same shape on every rank.
+
+    topk_ids : [T, k], int32 or int64, contiguous
+        Experts of each token. -1 is no expert, and so is any number that is not below E. Not with
         ``plan``.
-    max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which
-        all ranks then share.
-    plan : of an earlier call with the same ids, in the same group; saves making it again.
-    out : [bound, N], contiguous; not with gradients.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    max_tokens : int, optional
+        The largest number of tokens that any rank has, the same on every rank. None: T, which must
+        then be the same on all ranks.
+
+    plan : RoutingPlan, optional
+        Of an earlier call with the same ids, in the same group; saves making it again.
+
+    out : [bound, N], contiguous, optional
+        Memory for the result. Not with gradients.
 
     Returns
     -------
-    (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and
-    ``tw.grouped_matmul_combine`` take.
-
-    Memory: y is bound-sized, R * max_tokens * k rows, and so is each tensor of rows that is made of
-    it, and its gradient.
-
-    Rows of y from ``plan.offsets[-1]`` on are undefined, and so are those rows of its gradient:
-    what sums over rows must leave them out. A bias [E_local, N] of experts is indexed as
-    ``torch.cat([bias, zeros])``, so that they meet a row of their own, by
-    ``torch.searchsorted(plan.offsets[1:], torch.arange(plan.bound, dtype=torch.int32),
-    right=True)``.
-
-    bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and
-    experts.
-
-    All ranks bring the gradient of x home together: x requires one on every rank or on none, also
-    where a rank has no tokens (``torch.empty(0, K, requires_grad=True)``), and all ranks run the
-    backward or none does; else those that do wait, and raise PeerTimeout. The forward does not
-    compare it: without a backward behind it ranks may differ, one of them under ``torch.no_grad()``
-    for example.
+    y : [bound, N]
+        Its rows are those of ``plan``. bound = R * max_tokens * k.
+    plan : RoutingPlan
+        What ``tw.swiglu`` and ``tw.grouped_matmul_combine`` take.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Memory: y has R * max_tokens * k rows, and so has each tensor of rows that is computed from it,
+    and its gradient.
+
+    Rows of y from ``plan.offsets[-1]`` on are undefined, and so are those rows of its gradient:
+    sums over rows must leave them out. A bias [E_local, N] of experts is indexed as
+    ``torch.cat([bias, zeros])``, so that undefined rows get a bias of zeros, by
+    ``torch.searchsorted(plan.offsets[1:], torch.arange(plan.bound, dtype=torch.int32),
+    right=True)``.
+
+    All ranks together compute the gradient of x. So x requires a gradient on every rank or on none,
+    also where a rank has no tokens (``torch.empty(0, K, requires_grad=True)``), and either all
+    ranks run the backward or none does. Otherwise the ranks that run it wait, and raise
+    PeerTimeout. The forward does not compare this: ranks may differ if no backward follows, with
+    one of them under ``torch.no_grad()`` for example.
+
+    Sources: DeepEP; Comet, arXiv 2502.19811.
     """
     name = name_of(group)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
     if plan is None:
-        assert topk_ids is not None, "checked above: a plan or ids"
+        assert topk_ids is not None, "checked above: there is a plan or there are ids"
         most = x.shape[0] if max_tokens is None else max_tokens
         plan = make_plan(topk_ids, experts.shape[0], most, name)
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
@@ -139,7 +170,7 @@ def _check_call(
     out: torch.Tensor | None,
     name: str,
 ) -> None:
-    """Which arguments go together, and what only they say: operators get less."""
+    """Check which arguments are given together, and what the torch operator does not get."""
     _check_dimensions(x, experts)
     if plan is None:
         require(
@@ -182,8 +213,9 @@ def _check_call(
 
 
 def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
-    """The plan of these ids [T, k], by the operator ``route_tokens``. ``experts``: of a rank."""
-    rank, size = place_in(name)
+    """The plan of ids [T, k], by the operator ``route_tokens``. ``experts``: how many each rank
+    has."""
+    rank, size = rank_and_size(name)
     table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
     return RoutingPlan(
         table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name
@@ -194,7 +226,7 @@ def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) 
 
 
 def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
-    rank, size = place_in(group_name)
+    rank, size = rank_and_size(group_name)
     if debugging():
         signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts}
         check = partial(_check_routing, topk_ids, experts, max_tokens, size, True)
@@ -215,11 +247,16 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
 def _check_routing(
     topk_ids: torch.Tensor, experts: int, max_tokens: int, size: int, wait: bool
 ) -> None:
-    """Raise :class:`InputError`; if we may ``wait`` for the device, also for an expert that does
-    not exist."""
+    """Raise :class:`InputError` for ids that do not fit.
+
+    ``wait``: also check that all experts exist, for which the host waits for the device.
+    """
 
     def asked() -> str:
-        return f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, {experts} experts on {size} ranks"
+        return (
+            f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, "
+            f"{experts} experts on {size} ranks"
+        )
 
     def strided() -> str:
         return f"topk_ids {tuple(topk_ids.shape)} with strides {topk_ids.stride()}"
@@ -234,7 +271,7 @@ def _check_routing(
         "at most max_tokens tokens",
         "raise max_tokens on every rank",
     )
-    require(experts > 0 and topk_ids.shape[1] > 0, asked, "one of each at least", "pass some")
+    require(experts > 0 and topk_ids.shape[1] > 0, asked, "at least one of each", "pass some")
     entries = size * max_tokens * topk_ids.shape[1]
     require(entries < 1 << 30, asked, "fewer than 2**30 choices in all", "split the batch")
     if wait and topk_ids.numel():
@@ -248,7 +285,7 @@ def _check_routing(
 def _route_fake(
     topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str
 ) -> torch.Tensor:
-    begins, _ = layout_of(place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
+    begins, _ = layout_of(rank_and_size(group_name)[1], max_tokens, topk_ids.shape[1], experts)
     return topk_ids.new_empty(begins[-1], dtype=torch.int32)
 
 
@@ -267,7 +304,7 @@ def _check_dimensions(x: torch.Tensor, experts: torch.Tensor) -> None:
 def check_inputs(
     x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     _check_dimensions(x, experts)
     tensors = (x, experts) if out is None else (x, experts, out)
     where = plan.table.device
@@ -311,12 +348,22 @@ def check_inputs(
 
 
 def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> Plan[DispatchConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     return plan_dispatch(shape, machine_of(experts.device), interpreting())
 
 
-def _forward(x, experts, table, max_tokens, topk, group_name, keep=False, *, out=None):
+def _forward(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    keep: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     if debugging():
         signature = {
@@ -342,7 +389,17 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep=False, *, out
     return y, kept
 
 
-def _fake(x, experts, table, max_tokens, topk, group_name, keep=False, *, out=None):
+def _fake(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    keep: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     return x.new_empty(routed.bound, experts.shape[1]), new_kept(x, routed, keep)
 
@@ -350,10 +407,10 @@ def _fake(x, experts, table, max_tokens, topk, group_name, keep=False, *, out=No
 # --- Gradients ---
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, experts, table, *ctx.sizes, keep = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # zeros for kept tokens would be written and never read
+    ctx.set_materialize_grads(False)  # otherwise zeros for kept tokens would be written
     require(
         keep or not ctx.needs_input_grad[1],
         "keep=False with experts that require a gradient",
@@ -364,13 +421,24 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, experts, table, output[1])
 
 
-def _passed(ctx, grad, _):
+def _passed(ctx: Any, grad: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     x, experts, table, kept = ctx.saved_tensors
-    grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks call
+    grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks take part
     return grad, x, kept, experts, table, *ctx.sizes
 
 
-def _backward(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    need_x: bool,
+    need_experts: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     grad = grad.contiguous()
     empty = grad.new_empty(0)
@@ -398,7 +466,7 @@ def _backward(grad, x, kept, experts, table, max_tokens, topk, group_name, need_
 def _sum_over_rows(
     grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str
 ) -> torch.Tensor:
-    """The dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
+    """Gradient of x by the dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
@@ -411,7 +479,16 @@ def _sum_over_rows(
     return dx
 
 
-def _like(grad, x, kept, experts, table, max_tokens, topk, group_name):
+def _like(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), experts.new_empty(experts.shape)
 
 
@@ -422,7 +499,7 @@ define(
 )
 
 
-# --- Questions ---
+# --- Plans and warmup ---
 
 
 def explain(
@@ -434,16 +511,19 @@ def explain(
     plan: RoutingPlan | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[DispatchConfig]:
-    """Which path a call with these tensors takes, and why. Sends nothing. ``topk_ids``: them, or
-    how many a token has."""
+    """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing.
+
+    ``topk_ids``: the ids, or how many experts each token has.
+    """
     name = name_of(group)
     if isinstance(topk_ids, int):
         topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
     _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
     if plan is None:
-        most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]  # type: ignore[union-attr]
+        assert topk_ids is not None, "checked above"
+        most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]
         plan = RoutingPlan(
-            x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *place_in(name)
+            x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *rank_and_size(name)
         )
     return plan_call(experts, plan)
 
@@ -455,11 +535,14 @@ def warmup(
     *,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[DispatchConfig]:
-    """Collective: one call of ``tokens`` tokens a rank (max_tokens) with these experts, so that a
-    capture may follow."""
+    """Make one call of ``tokens`` tokens per rank, so that a capture may follow. Collective.
+
+    ``tokens`` is ``max_tokens`` of later calls.
+    """
     if tokens < 0 or topk < 1:
         raise InputError(
-            f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; remedy: pass a rank's sizes"
+            f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; "
+            "remedy: pass sizes of one rank"
         )
     x = experts.new_zeros(tokens, experts.shape[2])
     ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=experts.device)

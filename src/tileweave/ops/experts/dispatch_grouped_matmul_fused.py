@@ -1,8 +1,7 @@
-"""The fused calls of dispatch_grouped_matmul: the routing plan, then tokens and tiles. What a shape
-needs is kept.
+"""The fused calls of dispatch_grouped_matmul: the routing plan, then tokens and tiles.
 
-``dispatch_grouped_matmul.py`` checks the arguments and plans; tests and the tuner call these
-themselves.
+What calls of one shape need is kept. ``dispatch_grouped_matmul.py`` checks the arguments and plans;
+tests and the tuner call these functions themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, rou
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "dispatch_grouped_matmul"
-ROUTING = "dispatch_grouped_matmul.routing"  # in errors
+ROUTING = "dispatch_grouped_matmul.routing"  # its name in errors
 
 
 def _workspace(group_name: str, device: torch.device) -> Workspace:
@@ -33,8 +32,10 @@ def run_routing(
     group_name: str,
     cut: RoutingCut | None = None,
 ) -> RoutingPlan:
-    """The plan of topk_ids [T, k], contiguous; all ranks take part. ``num_experts``: of all ranks.
-    ``cut``: None: by size."""
+    """The plan of topk_ids [T, k], contiguous; all ranks take part.
+
+    ``num_experts``: of all ranks. ``cut``: None: by size.
+    """
     workspace = _workspace(group_name, topk_ids.device)
     transport = workspace.transport
     instance = workspace.instance(ROUTING, "sm")
@@ -47,7 +48,7 @@ def run_routing(
         instance.keep(key, found)
     launcher, words = found
     table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
-    # of integers: the same in every process
+    # a hash of integers: the same in every process
     instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))
     try:
         launcher(topk_ids, table, tokens)
@@ -66,11 +67,11 @@ def _routing_launcher(
     experts: int,
     cut: RoutingCut | None,
 ) -> tuple[Callable[..., None], int]:
-    """What launches for one shape, and the words of a table."""
+    """The launcher of calls of one shape, and the number of words of a table."""
     from tileweave.kernels.experts.routing import launcher
 
     cut = cut or routing_cut(size, max_tokens, topk)
-    # the histogram lives in the instance's counters, which nobody else uses here and nobody clears
+    # the histogram is in the instance's counters, which have no other use here and are not cleared
     histogram = (
         0
         if cut.launches == 1
@@ -92,14 +93,17 @@ def run_fused(
     kept: torch.Tensor | None = None,
     needs: int = 0,
 ) -> tuple[Peers, torch.Tensor | None]:
-    """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the
-    peers' tokens that have an expert here. They stand in the slot, too, of the endpoint that is
-    returned, until the next call. With it, [bound, K]: the token of each row, if the kernel has
-    lined them up. ``needs``: what else ranks must have alike in this call."""
+    """Make the fused call: x [T, K], experts [E_local, N, K] -> y [bound, N].
+
+    ``kept`` [R - 1, max_tokens, K] takes those tokens of peers that have an expert here. Until the
+    next call they are also in the slot of the endpoint that is returned. The second result is
+    [bound, K], the token of each row, if the kernel has gathered them. ``needs``: what else ranks
+    must agree on in this call.
+    """
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
-    # of tokens there may be any number
+    # the number of tokens may differ between calls
     key = (experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)
     found: Any = instance.cache.get(key)
     if found is None:

@@ -1,9 +1,10 @@
-"""Gradients of grouped_matmul_combine: the dual operator for rows, a grouped product for weights,
-dots for combine weights.
+"""Gradients of grouped_matmul_combine.
 
-Where the dual operator is fused, so is everything here: rows behind the plan's last are neither
-read nor written, and the host waits for nothing. Two small exchanges go by torch.distributed:
-weights to the experts' ranks, their gradients back.
+The gradient of rows is the dual operator, the gradient of experts a grouped matmul, the gradient of
+combine weights one dot product per row. Where the dual operator is fused, so is all of this: rows
+after the last of the plan are neither read nor written, and the host waits for nothing.
+torch.distributed makes two small exchanges: combine weights to the ranks of the experts, and their
+gradients back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def combine_gradients(
     need_experts: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For z's gradient [T, H]: gradients of y, experts and weights; empty where not needed."""
+    """Gradients of y, experts and weights from that of z [T, H]; empty where not needed."""
     group = group_of(group_name)
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
@@ -61,8 +62,11 @@ def combine_gradients(
 def gradient_of_experts(
     left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's
-    rows; 0 where it has none."""
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over the rows of each
+    expert.
+
+    Zeros for an expert without rows.
+    """
     machine = machine_of(left.device)
     if machine.arch == 90:
         from tileweave.kernels.experts import weight_gradient_hopper as grouped_outer_hopper
@@ -70,7 +74,7 @@ def gradient_of_experts(
         if grouped_outer_hopper.takes(left, right):
             return grouped_outer_hopper.grouped_outer(left, right, offsets, machine.num_sms)
     product = reference.grouped_outer(left, right, offsets).contiguous()
-    if left.is_cuda or interpreting():  # a library's grouped product may leave these undefined
+    if left.is_cuda or interpreting():  # a grouped matmul of cuBLAS may leave these undefined
         from tileweave.kernels.experts.rows import zero_unused
 
         zero_unused(product, offsets)
@@ -88,11 +92,10 @@ def _fused_rows(
     keep: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts
-    want only if ``keep``.
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator.
 
-    Ranks must agree on ``need_weights``: those gradients are exchanged, and who needs none would
-    leave the others waiting.
+    ``keep``: also what the gradient of experts needs. Ranks must agree on ``need_weights``: those
+    gradients are exchanged, and a rank that does not need them would leave the others waiting.
     """
     from tileweave.kernels.experts import rows as expert_rows
     from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
@@ -101,7 +104,7 @@ def _fused_rows(
     peers, rows = run_fused(
         grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights)
     )
-    if rows is None and keep:  # before anybody calls again
+    if rows is None and keep:  # before the next call writes over them
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
         rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
     weighted = torch.empty_like(y) if keep and everyone is not None else None
@@ -112,8 +115,11 @@ def _fused_rows(
 def _weigh_rows(
     g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by
-    entry; 0 without a row)."""
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dot of g and y by entry
+    in fp32).
+
+    Entries without a row get 0.
+    """
     row = plan.entry_row.long()
     dots = torch.where(row >= 0, (g.float() * y.float()).sum(1)[row.clamp(min=0)], 0.0)
     if everyone is None:
@@ -125,6 +131,8 @@ def _weigh_rows(
 def _sums_to_owners(
     dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the
-    others have 0."""
+    """One number per entry -> [T, k] of this rank's tokens, from the ranks of the experts.
+
+    A rank has 0 for entries of other ranks' experts.
+    """
     return collectives.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()

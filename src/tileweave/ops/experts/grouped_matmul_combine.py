@@ -1,27 +1,31 @@
-"""grouped_matmul_combine: multiply each row by its expert's weight, and sum a token's rows where
-the token lives.
+"""grouped_matmul_combine: multiply rows by experts' weights, and sum each token's rows on its rank.
 
-============  ==================  ==============================================================================
-y             [bound, I]          rows of this rank's experts, sorted by expert, as ``plan`` says
+============  ==================  =======================================================
+y             [bound, I]          rows of this rank's experts, sorted by expert, in the
+                                  order of ``plan``
 experts       [E_local, H, I]     this rank's experts, each a Linear weight
-topk_weights  [T, k] fp32         of own tokens; None: 1
-z             [T, H]              sum over j of topk_weights[t, j] * (row of (t, j)) @ experts[its expert].T
-============  ==================  ==============================================================================
+topk_weights  [T, k] fp32         of this rank's tokens; None: 1
+z             [T, H]              sum over j of topk_weights[t, j] * (row of (t, j)) @
+                                  experts[its expert].T
+============  ==================  =======================================================
 
 forward : one fused kernel (``kernels/experts/combine_triton.py``); unfused: grouped matmul, sums
-    per rank, reduce-scatter.
-dgrad   : g = (gz of a row's token) @ its expert, which is ``dispatch_grouped_matmul``, the dual operator, with the same plan;
-          gy = weight * g.
-wgrad   : experts: (gz of the rows).T @ (weight * y), a grouped product; topk_weights: the dot of g and y, row by row, sent to
-          the tokens' owners.
+per rank, reduce-scatter.
 
-Source of the idea: GEMM + all-to-all of fused computation-collective operators, arXiv 2305.06942;
-sums per rank before they are sent, as in DeepEP.
+input gradient : g = (gz of a row's token) @ its expert, which is ``dispatch_grouped_matmul``, the
+dual operator, with the same plan; gy = weight * g.
+
+weight gradients : of experts, (gz of the rows).T @ (weight * y), a grouped matmul; of topk_weights,
+the dot product of g and y of each row, sent to the ranks of the tokens.
+
+Sources: GEMM + all-to-all of fused computation-collective operators, arXiv 2305.06942; sums per
+rank before they are sent, as in DeepEP.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,34 +62,54 @@ def grouped_matmul_combine(
     group: dist.ProcessGroup | str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by their experts' weights, weigh them, and bring each token's sum back to its
-    rank.
+    """Multiply rows by their experts' weights, and return the weighted sum of each token's rows to
+    its rank.
+
+    bfloat16 and float16 on CUDA, also float32 on the CPU. Products are rounded to the dtype of y.
+    Each rank adds the products of a token in float32 in order of j and rounds; the token's rank
+    adds these partial sums in float32 in rank order, its own unrounded, and rounds once.
 
     Parameters
     ----------
-    y : [bound, I], rows contiguous; what :func:`dispatch_grouped_matmul` gave, behind an
-        activation. Rows from ``plan.offsets[-1]`` on are not read.
-    experts : [E_local, H, I], contiguous, or the transpose of contiguous [E_local, I, H].
-    plan : the routing plan that the dispatch gave, in the same group.
-    topk_weights : [T, k], float32, contiguous; None weighs all with 1.
-    group : the ranks that share the experts; None is the default group. A group's name is accepted
-        too.
-    out : where to put the result, [T, H], contiguous; not with gradients.
+    y : [bound, I], rows contiguous
+        What :func:`dispatch_grouped_matmul` returned, after an activation. Rows from
+        ``plan.offsets[-1]`` on are not read.
+
+    experts : [E_local, H, I], contiguous, or the transpose of contiguous [E_local, I, H]
+        Weights of this rank's experts, with the dtype of y and the same shape on every rank.
+
+    plan : RoutingPlan
+        What the dispatch returned, in the same group.
+
+    topk_weights : [T, k], float32, contiguous, optional
+        Weights of the experts of each token. None: all 1.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    out : [T, H], contiguous, optional
+        Memory for the result. Not with gradients.
 
     Returns
     -------
-    z [T, H]. Products are rounded to y's dtype; a rank adds a token's in fp32 in order of j and
-    rounds; the token's rank adds those in fp32 in rank order, its own unrounded, and rounds once. A
-    token with no expert gets 0.
-
-    Gradients: of y, experts and topk_weights, as if all ranks' tokens went into one loss. All ranks
-    run the backward or none does; those of topk_weights travel, so they require one on every rank
-    or on none.
+    z : [T, H]
+        With the dtype of y. A token without an expert gets 0.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Gradients of y, experts and topk_weights are those of one loss over the tokens of all ranks.
+    Either all ranks run the backward or none does. Gradients of topk_weights are sent between
+    ranks, so they are required on every rank or on none. Sources: arXiv 2305.06942; DeepEP.
     """
     name = name_of(group)
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
@@ -104,7 +128,7 @@ def _check_call(
     out: torch.Tensor | None,
     name: str,
 ) -> None:
-    """What the operator does not get to see."""
+    """Check what the torch operator does not get."""
     _check_experts(experts)
     check_plan(plan, experts, name)
     if out is not None:
@@ -135,14 +159,17 @@ def check_inputs(
     weights: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     shapes = f"y {tuple(y.shape)}, experts {tuple(experts.shape)}"
     fits = y.dim() == 2 and experts.dim() == 3 and y.shape[1] == experts.shape[2]
     require(
         fits, shapes, "y [bound, I], experts [E_local, H, I]", "stack the experts' Linear weights"
     )
     words = plan.words
-    sizes = f"a plan of {plan.max_tokens} tokens, k = {plan.topk}, with {plan.table.numel()} words, for {shapes}"
+    sizes = (
+        f"a plan of {plan.max_tokens} tokens, k = {plan.topk}, "
+        f"with {plan.table.numel()} words, for {shapes}"
+    )
     same = plan.table.numel() == words and plan.table.dtype == torch.int32
     require(same, sizes, "the plan of the dispatch", "pass what dispatch_grouped_matmul returned")
     require(
@@ -196,8 +223,7 @@ def check_tokens(
     weights: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """What is to be checked on every call: tokens of this rank, of which each batch may have
-    others, and where memory is."""
+    """Check what may differ between calls of one signature: the number of tokens, and addresses."""
     tokens = plan.tokens
     if not 0 <= tokens <= plan.max_tokens:
         require(
@@ -218,14 +244,23 @@ def check_tokens(
 
 
 def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> Plan[CombineConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     return plan_combine(shape, machine_of(experts.device), interpreting())
 
 
-def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Plan[CombineConfig]:
-    """Check and plan, once for each signature of a fused call. Without T, of which there may be any
-    number."""
+def _accept(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    group_name: str,
+) -> Plan[CombineConfig]:
+    """Check and plan, once per signature of a fused call.
+
+    T is no part of the signature, since it may differ between batches.
+    """
     workspace = REGISTRY.find(group_name, y.device)
     signature = (
         OP,
@@ -262,7 +297,18 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Pla
     return chosen
 
 
-def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out=None):
+def _forward(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     chosen = _accept(y, experts, plan, weights, out, group_name)
     if chosen.config is None:
@@ -274,24 +320,35 @@ def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, *
     return z
 
 
-def _fake(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out=None):
+def _fake(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     return y.new_empty(tokens, experts.shape[1])
 
 
 def _backward(
-    grad,
-    y,
-    experts,
-    table,
-    weights,
-    tokens,
-    max_tokens,
-    topk,
-    group_name,
-    need_y,
-    need_experts,
-    need_weights,
-):
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    need_y: bool,
+    need_experts: bool,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     if debugging():
         agree(group_of(group_name), {"op": f"gradient of {OP}", "of topk_weights": need_weights})
@@ -300,22 +357,32 @@ def _backward(
     )
 
 
-def _like(grad, y, experts, table, weights, tokens, max_tokens, topk, group_name):
+def _like(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     of_weights = grad.new_empty(tokens, topk, dtype=torch.float32)
     return torch.empty_like(y), experts.new_empty(experts.shape), of_weights
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, experts, table, weights, *ctx.sizes = inputs
     ctx.save_for_backward(y, experts, table, weights)
 
 
-def _passed(ctx, grad):
+def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, *ctx.saved_tensors, *ctx.sizes
 
 
 def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[CombineConfig]:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
+    """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
     check_inputs(y, experts, plan, None, None)

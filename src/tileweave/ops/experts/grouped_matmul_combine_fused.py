@@ -1,5 +1,7 @@
-"""The fused call of grouped_matmul_combine: instance, memory, launch. The operator's file checks
-the arguments and plans."""
+"""The fused call of grouped_matmul_combine: instance, memory, launch.
+
+``grouped_matmul_combine.py`` checks the arguments and plans.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,7 @@ def run_fused(
     group_name: str,
     config: CombineConfig,
 ) -> None:
-    """The fused call itself. y [bound, I], experts [E_local, H, I], weights [T, k] fp32; out [T,
-    H]."""
+    """Make the fused call: y [bound, I], experts [E_local, H, I], weights [T, k]; out [T, H]."""
     from tileweave.kernels.experts import combine_triton as kernel
 
     workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
@@ -36,7 +37,7 @@ def run_fused(
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
     called = (OP, y.dtype, weights is None)
     products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
-    # the same in every process
+    # a hash of integers: the same in every process
     instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))
     peers = endpoint(instance, y.dtype)
     tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
@@ -50,7 +51,7 @@ def run_fused(
 
 
 def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: CombineConfig) -> bool:
-    """Whether TMA can reach the operands; if not, the Triton kernel runs, which speaks the same
+    """Whether TMA can address the operands. Otherwise the Triton kernel runs, which has the same
     protocol."""
     from tileweave.kernels.runtime.descriptors import fits
 
@@ -67,7 +68,7 @@ def _launcher(
     shape: GroupedProblem,
     config: CombineConfig,
 ) -> Callable[..., None]:
-    """The Hopper kernel's launches of one shape, made once."""
+    """Launches of the Hopper kernel for one shape, made once."""
     from tileweave.kernels.experts.combine_hopper import launcher
 
     depth_first = experts.stride(2) != 1

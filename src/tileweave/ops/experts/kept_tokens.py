@@ -1,8 +1,8 @@
-"""Tokens that a dispatch brings to their experts' rank, kept for backward, and the token of each
-row, made of them.
+"""Tokens that arrived in a dispatch, kept for the backward, and the token of each row, from them.
 
-Kept tokens are [(R-1) * max_tokens, K]: those of rank-1, rank-2, ... mod R, whatever path brought
-them. A compiler's graph may outlive its process, and does not say which path that one took.
+Kept tokens are [(R - 1) * max_tokens, K]: those of rank-1, rank-2, ... mod R, on the fused and the
+unfused path. A graph of a compiler may outlive its process, and does not know which path that one
+took.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tileweave.ops.experts.routing_plan import RoutingPlan
 
 
 def new_kept(x: torch.Tensor, plan: RoutingPlan, keep: bool) -> torch.Tensor:
-    """Memory for them; without ``keep`` for none."""
+    """Memory for kept tokens; empty without ``keep``."""
     return x.new_empty((plan.world_size - 1) * plan.max_tokens if keep else 0, x.shape[1])
 
 
 def receive(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """x [T, K] of own tokens -> the tokens of all others, by a library's all-gather."""
+    """x [T, K] of this rank's tokens -> the tokens of all other ranks, by an all-gather."""
     if plan.world_size == 1:
         return new_kept(x, plan, True)
     everyone = collectives.all_gather(_padded(x, plan), group).view(
@@ -31,8 +31,10 @@ def receive(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> tor
 
 
 def rows_of(x: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[bound, K]: the token of each row, from x [T, K] and ``kept``; undefined past the last. In
-    plain torch; see ``kernels/experts/rows.py`` for the kernel."""
+    """[bound, K]: the token of each row, from x [T, K] and ``kept``; undefined after the last row.
+
+    In plain torch; the kernel is in ``kernels/experts/rows.py``.
+    """
     most = max(plan.max_tokens, 1)
     token = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0)) // plan.topk
     step = (plan.rank - token // most) % plan.world_size
@@ -40,5 +42,5 @@ def rows_of(x: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.Ten
 
 
 def _padded(x: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[max_tokens, K]."""
+    """x as [max_tokens, K]."""
     return pad(x, (0, 0, 0, plan.max_tokens - plan.tokens))

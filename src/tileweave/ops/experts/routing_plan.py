@@ -1,17 +1,18 @@
-"""The routing plan of a mixture of experts: which token rows an expert works on, in which order,
-and who sends them.
+"""The routing plan of a mixture of experts: the rows of each expert, their order, and what ranks
+send.
 
 Experts are sharded: expert e belongs to rank ``e // E_local``, E_local = E / R. An *entry* is one
-choice of one token, ``(src * max_tokens + t) * k + j``: choice j of token t of rank ``src``; a
-*row* is an entry whose expert is on this rank. Rows stand expert by expert, without gaps; those of
-one expert in the order of ranks (rank, rank-1, rank-2, ... mod R), then t, then j. So own tokens
-come first, and then what arrives first.
+choice of one token, ``(src * max_tokens + t) * k + j``: choice j of token t of rank ``src``. A
+*row* is an entry whose expert is on this rank. Rows are sorted by expert, without gaps; those of
+one expert by rank (rank, rank-1, rank-2, ... mod R), then t, then j. So this rank's own tokens come
+first, and then those that arrive first.
 
 All of it is one int32 tensor, *table*, since an operator returns tensors; the fields are views of
 it. There is no capacity and no dropped token: its size is the bound R * max_tokens * k, since a
-token may choose one expert k times, and how many rows there are is known on the device only
-(``offsets[-1]``). So tensors of rows are bound-sized: a dispatch takes memory for R * max_tokens *
-k rows of y, whatever is routed here, and what follows it (an activation, gradients) as many each.
+token may choose one expert k times, and only the device knows how many rows there are
+(``offsets[-1]``). So tensors of rows have the size of the bound: a dispatch takes memory for R *
+max_tokens * k rows of y, whatever is routed here, and so does each tensor that follows (an
+activation, gradients).
 """
 
 from __future__ import annotations
@@ -21,33 +22,57 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import place_in
+from tileweave.ops.core.registry import rank_and_size
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 _WORDS = 4  # fields begin at multiples of 16 bytes
 
 
-@dataclass(frozen=True, eq=False)  # to compare tables would be to wait for the device
+@dataclass(frozen=True, eq=False)  # comparing tables would wait for the device
 class RoutingPlan:
-    """Where everything stands; made by ``dispatch_grouped_matmul`` (or :func:`reference_plan`).
+    """The rows of this rank's experts; made by ``dispatch_grouped_matmul`` (or
+    :func:`reference_plan`).
 
-    Sizes
-    -----
-    tokens : T of this rank, at most max_tokens, the bound of all ranks. topk : k. local_experts :
-        E_local.
-    bound : rows that can be at most: all entries. group_name : of the ranks it was made over; "":
-        not known.
+    Fields that are tensors are int32 views of ``table``.
 
-    Fields, int32, views of ``table``
-    ---------------------------------
-    offsets [E_local + 1] : first row of each local expert; ``offsets[-1]`` rows in all. row_entry
-    [bound] : the entry of each row; undefined from row ``offsets[-1]`` on. entry_row [R *
-    max_tokens * k] : the row of each entry, -1 where its expert is on another rank (or it has
-    none). topk_ids [max_tokens, k] : own ids, -1 past T. send_order [R, max_tokens] : for each
-    destination the own tokens with an expert there, each once, by lowest expert there,
-        then t; undefined behind the last.
-    send_offsets [R, E_local + 1] : tokens of send_order whose lowest expert there is below e; the
-    last: all.
+    Attributes
+    ----------
+    tokens : int
+        T of this rank, at most ``max_tokens``.
+
+    max_tokens : int
+        The largest number of tokens of any rank.
+
+    topk : int
+        k, the number of choices per token.
+
+    local_experts : int
+        E_local, the number of experts per rank.
+
+    bound : int
+        The largest possible number of rows: that of all entries.
+
+    group_name : str
+        The group of the ranks that made the plan; "": not known.
+
+    offsets : [E_local + 1]
+        First row of each local expert; ``offsets[-1]`` is the number of rows.
+
+    row_entry : [bound]
+        The entry of each row; undefined from row ``offsets[-1]`` on.
+
+    entry_row : [R * max_tokens * k]
+        The row of each entry; -1 if its expert is on another rank, or if it has none.
+
+    topk_ids : [max_tokens, k]
+        Ids of this rank's tokens; -1 from T on.
+
+    send_order : [R, max_tokens]
+        For each destination, this rank's tokens with an expert there, each once, sorted by lowest
+        expert there, then by t; undefined after the last.
+
+    send_offsets : [R, E_local + 1]
+        How many tokens of send_order have a lowest expert there below e; the last: all.
     """
 
     table: torch.Tensor
@@ -69,7 +94,7 @@ class RoutingPlan:
 
     @property
     def words(self) -> int:
-        """Of the table."""
+        """Number of int32 words of the table."""
         return layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)[0][-1]
 
     @property
@@ -112,8 +137,10 @@ class RoutingPlan:
 def layout_of(
     world_size: int, max_tokens: int, topk: int, local_experts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(begins, sizes) of the fields in the table, in int32 words; one begin more: the size of the
-    table."""
+    """(begins, sizes) of the fields in the table, in int32 words.
+
+    The last of begins is the size of the table.
+    """
     entries = world_size * max_tokens * topk
     sizes = (
         local_experts + 1,
@@ -137,8 +164,10 @@ def routing_plan(
     topk: int,
     group_name: str,
 ) -> RoutingPlan:
-    """The plan of an operator's arguments."""
-    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], *place_in(group_name))
+    """The plan from the arguments of an operator."""
+    return RoutingPlan(
+        table, tokens, max_tokens, topk, experts.shape[0], *rank_and_size(group_name)
+    )
 
 
 def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> GroupedProblem:
@@ -156,8 +185,10 @@ def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> Gr
 
 
 def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> None:
-    """``plan`` is one of these experts, in this group: nothing in its table says so, and results
-    would be wrong in silence."""
+    """Check that ``plan`` is for these experts and this group.
+
+    Its table does not show it, and results would be silently wrong.
+    """
     require(
         experts.shape[0] == plan.local_experts,
         lambda: f"{experts.shape[0]} local experts with a plan of {plan.local_experts}",
@@ -173,15 +204,18 @@ def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> Non
 
 
 def new_rows(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Memory for [rows, cols] of which a plan's rows are written: zeros where torch looks for NaN
-    in gradients."""
+    """Memory for [rows, cols], of which the rows of a plan are written.
+
+    Zeros where torch looks for NaN in gradients.
+    """
     return like.new_zeros(rows, cols) if torch.is_anomaly_enabled() else like.new_empty(rows, cols)
 
 
 def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """topk_ids [T, k] as int32 [max_tokens, k], -1 past T and for what int32 does not hold."""
+    """topk_ids [T, k] as int32 [max_tokens, k]; -1 from T on and for numbers that int32 cannot
+    hold."""
     ids = topk_ids.new_full((max_tokens, topk_ids.shape[1]), -1, dtype=torch.int32)
-    wide = topk_ids.long()  # beside int32, torch makes an int32 of 2**31
+    wide = topk_ids.long()  # with an int32, torch would convert 2**31 to int32
     ids[: topk_ids.shape[0]] = torch.where((wide >= 0) & (wide < 1 << 31), wide, -1)
     return ids
 
@@ -189,10 +223,10 @@ def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
 def reference_plan(
     everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None
 ) -> RoutingPlan:
-    """The plan of ``rank`` from the ids of all ranks, ``everyone`` [R, max_tokens, k], -1 where
-    there is none. Plain torch, no wait for the device.
+    """The plan of ``rank`` in plain torch, from the ids of all ranks; does not wait for the device.
 
-    ``tokens``: T of this rank; None: max_tokens. Any group takes the plan.
+    ``everyone`` [R, max_tokens, k], -1 for no expert. ``tokens``: T of this rank; None: max_tokens.
+    The plan is valid for any group.
     """
     size, max_tokens, topk = everyone.shape
     local = num_experts // size
@@ -201,7 +235,7 @@ def reference_plan(
 
     entry = torch.arange(size * max_tokens * topk, device=device)
     expert = ids.reshape(-1) - rank * local
-    # those of others sort to the end
+    # entries of other ranks are sorted to the end
     expert = torch.where((expert >= 0) & (expert < local), expert, local)
     step = (rank - entry // max(max_tokens * topk, 1)) % size
     order = ((expert * size + step) * entry.numel() + entry).argsort()
@@ -228,5 +262,5 @@ def reference_plan(
 
 
 def _ends_below(expert: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many are below each of 0 to ``experts``; nothing waits for the device."""
+    """How many are below each of 0 to ``experts``; does not wait for the device."""
     return torch.searchsorted(expert.sort().values, torch.arange(experts + 1, device=expert.device))

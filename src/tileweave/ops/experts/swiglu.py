@@ -1,6 +1,8 @@
-"""swiglu: silu(gate) * up between the two matmuls of experts, on the rows that there are."""
+"""swiglu: silu(gate) * up between the two matmuls of experts, on the rows of a plan."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -16,22 +18,32 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
     Parameters
     ----------
-    y : [bound, 2 I], contiguous, rows [gate, up] as ``dispatch_grouped_matmul`` gives them. plan :
-        theirs.
+    y : [bound, 2 I], contiguous, float16, bfloat16 or float32
+        Rows [gate, up], as ``dispatch_grouped_matmul`` returns them.
+
+    plan : RoutingPlan
+        The plan that was returned with y.
 
     Returns
     -------
-    [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read,
-    and undefined, and so are those rows of y's gradient: what sums over rows must leave them out
-    (see :func:`dispatch_grouped_matmul`).
+    [bound, I]
+        Computed in float32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and
+        undefined, and so are those rows of the gradient of y: sums over rows must leave them out
+        (see :func:`dispatch_grouped_matmul`).
+
+    Raises
+    ------
+    InputError
+        A shape, dtype or device that does not fit.
     """
     fits = y.dim() == 2 and y.shape[0] == plan.bound and y.device == plan.table.device
     require(
         fits,
         lambda: (
-            f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}"
+            f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows "
+            f"on {plan.table.device}"
         ),
-        "[bound, 2 I] beside the plan",
+        "[bound, 2 I] on the device of the plan",
         "pass what dispatch_grouped_matmul returned, both of one call",
     )
     return torch.ops.tileweave.swiglu(y, plan.table, plan.local_experts)
@@ -65,16 +77,16 @@ def _forward(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tens
     return out
 
 
-def _fake(y, offsets, experts):
+def _fake(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
     return y.new_empty(y.shape[0], y.shape[1] // 2)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, offsets, ctx.experts = inputs
     ctx.save_for_backward(y, offsets)
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     y, offsets = ctx.saved_tensors
     return torch.ops.tileweave.swiglu_backward(grad, y, offsets, ctx.experts), None, None
 
@@ -92,7 +104,9 @@ def _backward_implementation(
     return out
 
 
-def _backward_fake(grad, y, offsets, experts):
+def _backward_fake(
+    grad: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, experts: int
+) -> torch.Tensor:
     return torch.empty_like(y)
 
 

@@ -9,19 +9,24 @@ gathered   [M, K]      gather(x), in memory of its own
 =========  ==========  ====================================================
 
 forward : one fused kernel (``kernels/all_gather/triton.py``), or all-gather then matmul where that
-    is faster.
-dgrad   : gx = reduce_scatter(gy @ w), which is ``matmul_reduce_scatter``, the dual operator.
-wgrad   : gw = gy.T @ gather(x). x is gathered again, so that nothing but the shard is kept; with
-          ``return_gathered=True`` the gathered input is kept, R times the memory of x, and nothing
-          is sent again. Where dgrad is not fused both collectives hide: x is gathered beside dgrad,
-          gx is scattered beside wgrad.
-dbias   : gy summed over rows.
+is faster.
 
-Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism,
+input gradient : gx = reduce_scatter(gy @ w), which is ``matmul_reduce_scatter``, the dual operator.
+
+weight gradient : gw = gy.T @ gather(x). x is gathered again, so that only the shard is kept. With
+``return_gathered=True`` the gathered input is kept, R times the memory of x, and nothing is sent
+again. Where the input gradient is not fused, both collectives overlap: x is gathered while the
+input gradient is computed, gx is scattered while the weight gradient is computed.
+
+bias gradient : gy summed over rows.
+
+Sources: FLUX, arXiv 2406.06858; the pair of dual operators as in Megatron-LM sequence parallelism,
 arXiv 2205.05198.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +35,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
@@ -61,27 +66,49 @@ def all_gather_matmul(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply the row shards of all ranks by this rank's weight: ``gather(x) @ w.T + bias``.
 
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Sums are computed in
+    float32.
+
     Parameters
     ----------
-    x : [m, K] or [m, ..., K], contiguous; the same shape on every rank. Gathered along dimension 0.
-    w : [n, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
-        rank.
-    bias : [n], or None.
-    group : the ranks that share x; None is the default group. A group's name is accepted too.
-    return_gathered : also return gather(x) [R * m, ..., K]; backward then keeps it and sends
-        nothing again.
-    out : where to put the result, [R * m, ..., n], contiguous; not with gradients, not with
-        ``return_gathered``.
+    x : [m, K] or [m, ..., K], contiguous
+        Row shard of this rank, with the same shape on every rank. Gathered along dimension 0.
+
+    w : [n, K], rows or columns contiguous
+        Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
+
+    bias : [n], optional
+        Added to each row, with the dtype of x.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    return_gathered : bool
+        Also return gather(x). The backward then keeps it and sends nothing again.
+
+    out : [R * m, ..., n], contiguous, optional
+        Memory for the result. Not with gradients, and not with ``return_gathered``.
 
     Returns
     -------
-    y [R * m, ..., n], or ``(y, gathered)``. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the
-    CPU; sums in fp32.
+    y : [R * m, ..., n]
+        The product, with the dtype of x.
+    gathered : [R * m, ..., K]
+        Only with ``return_gathered``.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Source: FLUX, arXiv 2406.06858.
     """
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
@@ -90,8 +117,8 @@ def all_gather_matmul(
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
-        each = rows.shape[0] // max(x.shape[0], 1)  # rows of one of dimension 0
-        first = y.shape[0] // each if each else place_in(name)[1] * x.shape[0]
+        each = rows.shape[0] // max(x.shape[0], 1)  # rows per index of dimension 0
+        first = y.shape[0] // each if each else rank_and_size(name)[1] * x.shape[0]
         lead = (first, *x.shape[1:-1])
         y, gathered = (
             y.view(*lead, y.shape[-1]),
@@ -108,7 +135,7 @@ def _as_called(
     _group_name: str,
     return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and out as rows; raises for what those do not show."""
+    """Return x and out as rows. Raises for what those no longer show."""
     rows, flat = as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
     if return_gathered:
         require(out is None, "out= with return_gathered=True", "one of them", "drop out=")
@@ -118,13 +145,13 @@ def _as_called(
 def check_inputs(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     check_operands(x, w, bias, out)
     check_shape("out", out, (size * x.shape[0], w.shape[0]), "allocate out with that shape")
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     return plan_for(plan_all_gather_matmul, x, x.shape[0], w.shape[0], size)
 
 
@@ -171,7 +198,15 @@ def _unfused(
     return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
 
 
-def _fake(x, w, bias, group_name, return_gathered=False, *, out=None):
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    return_gathered: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     size = dist.get_world_size(group_of(group_name))
     check_traced(lambda: check_inputs(x, w, bias, out, size))
     rows = size * x.shape[0]
@@ -179,8 +214,18 @@ def _fake(x, w, bias, group_name, return_gathered=False, *, out=None):
     return y, x.new_empty(rows, x.shape[1]) if return_gathered else x.new_empty(0)
 
 
-def _backward(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed)."""
+def _backward(
+    grad: torch.Tensor,
+    grad_gathered: torch.Tensor | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, w and bias; an empty tensor for one that is not needed."""
     grad = grad.contiguous()
     gathers = need_w and gathered is None
     fused = (
@@ -199,21 +244,44 @@ def _backward(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, n
     )
 
 
-def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
-    """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one
-    that waits for peers."""
+def _products_fused(
+    grad: torch.Tensor,
+    grad_gathered: torch.Tensor | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Input gradient in one kernel, while copy engines gather x.
+
+    No kernel of NCCL may run concurrently with a kernel that waits for peers.
+    """
     gathering = begin_gather_of_backward(x, group_name) if need_w and gathered is None else None
     try:
         gx = multiply_and_scatter(grad, w, group_name)
-    finally:  # also when memory runs out: a gather that nobody waits for leaves its signals to the next one
+    finally:  # also when memory runs out: the next gather would find the signals of this one
         if gathering is not None:
             gathered = gathering.wait()
-    return gx, grad.t() @ gathered if need_w else None
+    return gx, grad.t() @ gathered if need_w and gathered is not None else None
 
 
-def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
-    """torch's matmuls, each beside a collective: x is gathered during dgrad, gx is scattered during
-    wgrad."""
+def _products_overlapped(
+    grad: torch.Tensor,
+    grad_gathered: torch.Tensor | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Matmuls of torch that overlap with collectives.
+
+    x is gathered while the input gradient is computed, gx is scattered while the weight gradient is
+    computed.
+    """
     group = group_of(group_name)
     gathering = scattering = gx = gw = None
     if need_w and gathered is None:
@@ -225,25 +293,34 @@ def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x
         gx, scattering = collectives.begin_reduce_scatter(full, group)
     if gathering is not None:
         gathering.wait()
-    if need_w:
+    if need_w and gathered is not None:
         gw = grad.t() @ gathered
     if scattering is not None:
         scattering.wait()
     return gx, gw
 
 
-def _like(grad, grad_gathered, x, w, gathered, group_name):
+def _like(
+    grad: torch.Tensor,
+    grad_gathered: torch.Tensor | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, w, _, ctx.group_name, ctx.keep = inputs
     # a gathered input that the loss does not use must not cost a reduce-scatter
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w, *((output[1],) if ctx.keep else ()))
 
 
-def _passed(ctx, grad, grad_gathered):
+def _passed(
+    ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None
+) -> tuple[Any, ...] | None:
     x, w, *kept = ctx.saved_tensors
     if grad is None:
         if grad_gathered is None:

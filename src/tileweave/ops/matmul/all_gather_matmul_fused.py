@@ -1,8 +1,7 @@
-"""The fused call of all_gather_matmul: instance, slot, pushes, launch. What a shape needs is made
-once and kept.
+"""The fused call of all_gather_matmul: instance, slot, pushes, launch.
 
-``all_gather_matmul.py`` checks the arguments and plans; tests, the tuner and the tracer call
-:func:`run_fused` themselves.
+What calls of one shape need is made once and kept. ``all_gather_matmul.py`` checks the arguments
+and plans; tests, the tuner and the tracer call :func:`run_fused` themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
@@ -39,9 +38,10 @@ def run_fused(
     trace: torch.Tensor | None = None,
     how: Exchange | None = None,
 ) -> None:
-    """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own.
+    """Make the fused call of plan ``chosen``. Tests, the tuner and the tracer pass plans of their
+    own.
 
-    ``how``: an all-to-all instead of the all-gather; ``gathered`` is the exchanged x then.
+    ``how``: an all-to-all in place of the all-gather; ``gathered`` is then the exchanged x.
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
@@ -61,7 +61,7 @@ def run_fused(
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
-        push_beside(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
+        push_with_launch(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
         return
     try:
         launch(x, w, bias, out, gathered, 0, trace)
@@ -71,19 +71,19 @@ def run_fused(
 
 @dataclass(slots=True)
 class _FusedCall:
-    """What calls of one shape share: made once, since host time counts."""
+    """What calls of one shape share; made once, to save host time."""
 
     instance: Instance
     endpoint: Peers
     schedule: TileSchedule
     parts: Parts
     config: MatmulConfig
-    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
-        protocol."""
+        """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
+        the same protocol."""
         address = (x.data_ptr() | w.data_ptr()) & 15
         key = (address == 0, w.stride())
         found = self.launchers.get(key)
@@ -120,7 +120,7 @@ def _fused_call(
         schedule, parts = _cut(x, w, config, how, transport)
         require(
             config.transport == "sm" or parts.side_by_side or not schedule.spans_shards,
-            f"copy_engine with {schedule.rows} rows a shard and tiles of {config.tile_m}",
+            f"copy_engine with {schedule.rows} rows per shard and tiles of {config.tile_m}",
             "shards at least as tall as a tile",
             'transport "sm"',
         )
@@ -152,7 +152,7 @@ def _cut(
     how: Exchange | None,
     transport: Transport,
 ) -> tuple[TileSchedule, Parts]:
-    """Which tiles there are, and where the parts of x stand."""
+    """The schedule of tiles, and the layout of the parts of x."""
     rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
     problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
     if how is None:
@@ -165,10 +165,11 @@ def _cut(
 def _copies(
     instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int
 ) -> Copies:
-    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each;
-    one to ourselves at last.
+    """Chunks of this rank's shard, or of its parts, to all peers in turn, each followed by a
+    signal.
 
-    ``gate``: the counter that holds them back until all ranks are in this call.
+    The last is a signal to this rank itself. ``gate``: the counter that holds copies back until all
+    ranks are in this call.
     """
     rank, size = parts.rank, parts.world_size
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize

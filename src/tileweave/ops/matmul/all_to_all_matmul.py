@@ -1,28 +1,34 @@
-"""all_to_all_matmul: cut x into one part for each rank, exchange the parts, and multiply what this
-rank got.
+"""all_to_all_matmul: cut x into one part per rank, exchange the parts, and multiply what arrived.
 
-=========  ==========================  =======================================================================
+=========  ==========================  ====================================================
 x          [M, K]                      of this rank; [M, ..., K] also works
 x'         [M/R, K] or [M, K/R] parts  from all ranks, in rank order along ``gather_dim``
 w          [N, columns of x']          a Linear weight
 bias       [N]                         optional
 y          [rows of x', N]             x' @ w.T + bias
-=========  ==========================  =======================================================================
+=========  ==========================  ====================================================
 
 ``scatter_dim=0, gather_dim=1`` is the output projection of Ulysses-style sequence parallelism: x
 has all tokens and this rank's heads, [M, K]; y has this rank's tokens, from all heads, [M / R, N],
 and w is [N, R * K].
 
 forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or all-to-all, a permutation
-    and matmul where that is faster.
-dgrad   : gx = exchange back(gy @ w), which is ``matmul_all_to_all``, the dual operator, dimensions swapped.
-wgrad   : gw = gy.T @ x'. x' is kept in place of x: it is as large, so nothing is sent again and no memory is lost.
-dbias   : gy summed over rows.
+and matmul where that is faster.
+
+input gradient : gx = exchange back(gy @ w), which is ``matmul_all_to_all``, the dual operator, with
+the two dimensions swapped.
+
+weight gradient : gw = gy.T @ x'. x' is kept in place of x. It has the same size, so nothing is sent
+again and no memory is lost.
+
+bias gradient : gy summed over rows.
 
 Sources: fused GEMM + all-to-all, arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -68,29 +74,55 @@ def all_to_all_matmul(
     """Exchange parts of x, and multiply what arrives: part p of x along ``scatter_dim`` goes to
     rank p.
 
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Sums are computed in
+    float32 and rounded once.
+
     Parameters
     ----------
-    x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K'], rows or columns contiguous, in ``torch.nn.Linear`` layout, K' the columns of the
-        exchanged x; the same shape everywhere.
-    bias : [N], or None.
-    scatter_dim : 0 cuts the rows of x (M must be a multiple of the group's size R), 1 its columns
-        (K must).
-    gather_dim : 0 puts the R parts that arrive below each other, 1 side by side (along K'); in rank
+    x : [M, K] or [M, ..., K], contiguous
+        With the same shape on every rank. All dimensions but the last are
+        flattened to rows.
+
+    w : [N, K'], rows or columns contiguous
+        Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
+        K' is the number of columns of the exchanged x.
+
+    bias : [N], optional
+        Added to each row, with the dtype of x.
+
+    scatter_dim : int
+        0 splits the rows of x (M must be a multiple of the world size R), 1 its columns (K must be
+        one).
+
+    gather_dim : int
+        0 concatenates the R parts that arrive along rows, 1 along columns (along K'); in rank
         order.
-    group : the ranks that exchange; None is the default group. A group's name is accepted too.
-    out : where to put the result, contiguous; not with gradients.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    out : contiguous, optional
+        Memory for the result, with its shape. Not with gradients.
 
     Returns
     -------
-    y [M', ..., N], M' the rows of the exchanged x: M / R for (0, 1), R * M for (1, 0), M for (0, 0)
-    and (1, 1). bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU; sums are fp32, rounded
-    once. Rows are x's dimension 0 with all below it.
+    y : [M', ..., N]
+        With the dtype of x. M' = M / R for dimensions (0, 1), R * M for (1, 0), M for (0, 0) and
+        (1, 1).
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
     name = name_of(group)
     how, rows, flat = check_own(
@@ -104,7 +136,7 @@ def all_to_all_matmul(
     keep = torch.is_grad_enabled() and w.requires_grad
     y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
-        lead, _ = how.result(x.shape[0], x.shape[-1], place_in(name)[1])
+        lead, _ = how.result(x.shape[0], x.shape[-1], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])
     return y
 
@@ -118,10 +150,10 @@ def _as_called(
     out: torch.Tensor | None,
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
-    """The two dimensions, x and out as rows; raises for what those do not show."""
+    """Return the exchange, and x and out as rows. Raises for what those no longer show."""
     how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2:
-        check_divides(how, x.shape[0], x.shape[-1], place_in(group_name)[1], "x")
+        check_divides(how, x.shape[0], x.shape[-1], rank_and_size(group_name)[1], "x")
     return how, rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
 
 
@@ -133,7 +165,7 @@ def check_inputs(
     out: torch.Tensor | None,
     size: int,
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
 
     def shapes() -> str:
         return f"x {tuple(x.shape)}, w {tuple(w.shape)} over {size} ranks"
@@ -143,14 +175,16 @@ def check_inputs(
     )
     check_divides(how, x.shape[0], x.shape[1], size, "x")
     rows, depth = how.result(x.shape[0], x.shape[1], size)
-    if w.shape[1] != depth:  # a text about sizes fixes them where torch traces
+    if (
+        w.shape[1] != depth
+    ):  # formatting sizes in a message would specialize them while torch traces
         require(False, shapes, f"w [N, {depth}]", "w has the columns of the exchanged x")
     check_tensors(x, w, bias, out)
     check_shape("out", out, (rows, w.shape[0]), "allocate out with that shape")
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     rows, depth = how.part(x.shape[0], x.shape[1], size)
     return plan_for(plan_all_to_all_matmul, x, rows, w.shape[0], size, depth)
 
@@ -193,23 +227,51 @@ def _forward(
     return y, x.new_empty(0) if kept is None else kept
 
 
-def _fake(x, w, bias, scatter_dim, gather_dim, group_name, keep=False, *, out=None):
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+    keep: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
     check_traced(lambda: check_inputs(x, w, bias, how, out, size))
     rows, depth = how.result(x.shape[0], x.shape[1], size)
     return x.new_empty(rows, w.shape[0]), x.new_empty(rows, depth) if keep else x.new_empty(0)
 
 
-def _backward(grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed)."""
+def _backward(
+    grad: torch.Tensor,
+    exchanged: torch.Tensor | None,
+    w: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, w and bias; an empty tensor for one that is not needed."""
     back = Exchange(scatter_dim, gather_dim).reverse
     grad, empty = grad.contiguous(), grad.new_empty(0)
     gx = multiply_and_exchange(grad, w, back, group_name) if need_x else empty
-    gw = grad.t() @ exchanged if need_w else empty
+    assert exchanged is not None or not need_w, "kept where the weight requires a gradient"
+    gw = empty if exchanged is None or not need_w else grad.t() @ exchanged
     return gx, gw, grad.sum(0) if need_bias else empty
 
 
-def _like(grad, exchanged, w, scatter_dim, gather_dim, group_name):
+def _like(
+    grad: torch.Tensor,
+    exchanged: torch.Tensor | None,
+    w: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     size, back = (
         dist.get_world_size(group_of(group_name)),
         Exchange(scatter_dim, gather_dim).reverse,
@@ -218,7 +280,7 @@ def _like(grad, exchanged, w, scatter_dim, gather_dim, group_name):
     return gx, w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, w, _, *ctx.how, keep = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
@@ -231,7 +293,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(w, output[1] if ctx.needs_input_grad[1] else None)
 
 
-def _passed(ctx, grad, _):
+def _passed(ctx: Any, grad: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...] | None:
     w, exchanged = ctx.saved_tensors
     return None if grad is None else (grad, exchanged, w, *ctx.how)
 
@@ -249,7 +311,8 @@ SPEC = OperatorSpec(
         all_to_all_matmul, explain, lambda how, rows, depth, size: how.result(rows, depth, size)[1]
     ),
     backward=BackwardOperator(
-        arguments="Tensor grad, Tensor? exchanged, Tensor w, int scatter_dim, int gather_dim, str group_name",
+        arguments="Tensor grad, Tensor? exchanged, Tensor w, int scatter_dim, int gather_dim,"
+        " str group_name",
         of=("x", "w", "bias"),
         setup_context=_setup_context,
         passed=_passed,

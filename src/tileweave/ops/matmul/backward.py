@@ -1,7 +1,6 @@
-"""The products of backward: each operator's input gradient is its dual operator, with the weight
-the other way round.
+"""Products of the backward: each operator's input gradient is its dual operator, with w transposed.
 
-Forward and backward contract a weight along different dimensions; kernels read either way
+Forward and backward contract a weight along different dimensions. Kernels read either layout
 (``DEPTH_FIRST``), so nothing is copied.
 """
 
@@ -25,7 +24,7 @@ from tileweave.planning.schedules.scatter import Exchange
 def gather_and_multiply(
     grad: torch.Tensor, w: torch.Tensor, group_name: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """gather(grad) @ w for grad [m, n] and w [n, K], and gather(grad) itself if ``keep``."""
+    """gather(grad) @ w for grad [m, n] and w [n, K], and gather(grad) if ``keep``."""
     group = group_of(group_name)
     if (
         plan_for(
@@ -40,8 +39,10 @@ def gather_and_multiply(
 
 
 def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool:
-    """Whether :func:`multiply_and_scatter` is one kernel. While such a kernel runs, nothing else
-    may need a multiprocessor."""
+    """Whether :func:`multiply_and_scatter` is one fused kernel.
+
+    While such a kernel runs, no other work may need a multiprocessor.
+    """
     size = dist.get_world_size(group_of(group_name))
     return (
         plan_for(plan_matmul_reduce_scatter, grad, grad.shape[0] // size, w.shape[1], size).config
@@ -50,15 +51,15 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool
 
 
 def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the
-    fused operator."""
+    """This rank's rows of the sum over ranks of grad @ w, by the fused operator; grad [M, n], w [n,
+    K]."""
     return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t(), None, group_name)
 
 
 def exchange_and_multiply(
     grad: torch.Tensor, w: torch.Tensor, how: Exchange, group_name: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(exchanged grad) @ w for w [n, K], and the exchanged grad itself if ``keep``."""
+    """(exchanged grad) @ w for w [n, K], and the exchanged grad if ``keep``."""
     group = group_of(group_name)
     rows, depth = how.part(grad.shape[0], grad.shape[1], dist.get_world_size(group))
     if (

@@ -1,9 +1,9 @@
-"""An all-gather by copy engines beside whatever runs meanwhile: in backward x is gathered while the
-input gradient is made, in forward the library multiplies shard after shard.
+"""An all-gather by copy engines that runs concurrently with other work.
 
-NCCL's kernels need multiprocessors, so they may not run beside a kernel that fills the device and
-waits for peers (decision 0020); copy engines may. What arrives stays in symmetric memory, where
-matmuls read it: decisions 0020, 0016.
+In the backward x is gathered while the input gradient is computed; in the forward cuBLAS multiplies
+one shard after the other. Kernels of NCCL need multiprocessors, so they may not run concurrently
+with a kernel that fills the device and waits for peers (decision 0020); copy engines may. What
+arrives stays in symmetric memory, where matmuls read it: decisions 0020, 0016.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tileweave.errors import CaptureError
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import (
     await_frozen_slot,
+    checksum_of,
     copy_slot,
     endpoint,
-    mark_of,
     workspace_of,
 )
 from tileweave.planning.problem import MOST_ELEMENTS
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tileweave.kernels.all_gather.await_shards import ShardLaunches
 
 OP = "all_gather_matmul"
-QUEUE = 1  # of copies: those of the kernel beside us do not queue behind ours
+QUEUE = 1  # copy queue of its own: copies of the concurrent kernel do not wait for these
 
 
 @dataclass(slots=True)
@@ -42,13 +42,14 @@ class _Call:
     endpoint: Peers
     slots: tuple[torch.Tensor, ...]  # [R m, K] each
     copies: tuple[Copies, ...]
-    mark: int
+    checksum: int
     launches: ShardLaunches
 
 
 @dataclass(slots=True)
 class Gathering:
-    """An all-gather under way; see :func:`begin_gather`."""
+    """An all-gather that :func:`begin_gather` began. Call :meth:`wait`, or :meth:`shards` and
+    :meth:`end`."""
 
     _instance: Instance
     _x: torch.Tensor
@@ -57,8 +58,10 @@ class Gathering:
     _capturing: bool
 
     def wait(self) -> torch.Tensor:
-        """gather(x) [R m, K], until the next gather on this device: read it on this stream, and
-        keep no view of it."""
+        """Return gather(x) [R * m, K], valid until the next gather on this device.
+
+        Read it on this stream, and keep no view of it.
+        """
         from tileweave.kernels.all_gather.await_shards import await_shards
 
         transport = self._instance.transport
@@ -75,8 +78,10 @@ class Gathering:
         return self._whole
 
     def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, its shard [m, K]) by order of arrival, own one first: what is queued next finds it
-        there. Then :meth:`end`."""
+        """Yield (rank, its shard [m, K]) by order of arrival, this rank's first.
+
+        Work that is queued next finds the shard there. Call :meth:`end` after the last.
+        """
         rank, size, rows = (
             self._instance.transport.rank,
             self._instance.transport.world_size,
@@ -88,8 +93,10 @@ class Gathering:
             yield source, self._whole[source * rows : (source + 1) * rows]
 
     def end(self, *made: torch.Tensor) -> None:
-        """Behind all that reads :meth:`shards`, in place of :meth:`wait`; what was ``made`` of them
-        is NaN after a time-out."""
+        """End the gather, after all work that reads :meth:`shards`; in place of :meth:`wait`.
+
+        After a timeout, ``made``, the tensors that were computed from shards, become NaN.
+        """
         self._end(lambda: self._call.launches.end_gather(made))
 
     def _end(self, launch: Callable[[], None]) -> None:
@@ -97,35 +104,45 @@ class Gathering:
         try:
             launch()
         finally:
-            # As in push_beside: the kernel on a device ends behind our pushes anyway.
+            # As in push_with_launch: on a GPU the kernel ends after the pushes anyway.
             if self._capturing or not self._whole.is_cuda:
                 instance.transport.join(QUEUE)
             instance.launched()
-        CALL.posted = False  # it has been made: what breaks off from here on is what follows
+        CALL.posted = False  # the call has been made: later failures are of later calls
 
 
 def too_large(x: torch.Tensor) -> bool:
-    """Whether the kernel of a gather, which counts the elements of a shard in 32 bits, cannot take
-    x."""
+    """Whether x is too large for a gather: its kernel counts elements of a shard in 32 bits."""
     return x.numel() > MOST_ELEMENTS
 
 
-def begin_gather(x: torch.Tensor, group_name: str, mark: int = 0) -> Gathering:
-    """Send x [m, K], contiguous, the same shape on every rank and not :func:`too_large`, to all.
+def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gathering:
+    """Begin to send x [m, K] to all ranks.
 
-    One gather at a time, and each must be waited for, or ended. ``mark``: a checksum of what ranks
-    must agree on, if not of x.
+    One gather at a time; each must be waited for, or ended.
+
+    Parameters
+    ----------
+    x : [m, K], contiguous
+        The same shape on every rank, and not :func:`too_large`.
+
+    group_name : str
+        The name of the group.
+
+    checksum : int
+        Checksum of what ranks must agree on. 0: of the shape and dtype of x.
 
     Raises
     ------
-    CaptureError under a capture that no call as large went before.
+    CaptureError
+        CUDA-graph capture without an earlier call of that size.
     """
     workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, GATHER)
     call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
-    assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
-    capturing = instance.begin(mark or call.mark)
+    assert isinstance(call, _Call), "keys of gathers have a shape, keys of endpoints only a dtype"
+    capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), QUEUE)
@@ -134,13 +151,14 @@ def begin_gather(x: torch.Tensor, group_name: str, mark: int = 0) -> Gathering:
 
 
 def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
-    """:func:`begin_gather`, whose CaptureError says what a capture of backward needs."""
+    """As :func:`begin_gather`; its CaptureError says what a capture of a backward needs."""
     try:
         return begin_gather(x, group_name)
     except CaptureError as error:
         raise CaptureError(
-            f"asked: the backward of {OP} under CUDA-graph capture, whose gather of x {tuple(x.shape)} has no memory yet; "
-            f"allowed: a capture behind a backward as large; remedy: call tw.warmup({OP!r}, ..., backward=True) before it"
+            f"asked: the backward of {OP} under CUDA-graph capture, whose gather of x "
+            f"{tuple(x.shape)} has no memory yet; allowed: a capture after a backward of that "
+            f"size; remedy: call tw.warmup({OP!r}, ..., backward=True) before it"
         ) from error
 
 
@@ -164,8 +182,8 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
             copies.append(instance.signal_copy(peer, instance.layout.data(rank)))
         copies.append(instance.signal_copy(rank, instance.layout.pushed))
         pushes.append(Copies(copies))
-    mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
+    checksum = checksum_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)
-    call = _Call(peers, tuple(slots), tuple(pushes), mark, shard_launches(peers, size, rank))
+    call = _Call(peers, tuple(slots), tuple(pushes), checksum, shard_launches(peers, size, rank))
     instance.keep((x.shape, x.dtype), call)
     return call

@@ -1,10 +1,10 @@
-"""Operators whose matmul is the vendor library's.
+"""Operators whose matmul is that of cuBLAS.
 
-One launch of ours for what goes between ranks, before it or behind it: for sizes where data is
-short of time to travel and cuBLAS is faster than a matmul that waits for peers as it goes (decision
-0014). Or, of an all-gather, a matmul for each shard as copy engines bring it: where our main loop
-is slower (decision 0016). Tables and planners choose (``MatmulConfig.kernel == "library"``, and its
-transport).
+One kernel communicates before or after the matmul. This is for sizes where communication is too
+short to overlap, and cuBLAS is faster than a matmul that waits for peers (decision 0014). An
+all-gather may also be multiplied by cuBLAS one shard at a time, as copy engines bring the shards,
+where our matmul is slower (decision 0016). Tables and planners choose (``MatmulConfig.kernel ==
+"library"``, and its transport).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace
 
-INSTANCE = "library"  # of its own: its slots have another layout than a fused kernel's
+INSTANCE = (
+    "library"  # an instance of its own: its slots have another layout than those of a fused kernel
+)
 
 
 def gather_then_multiply(
@@ -33,13 +35,15 @@ def gather_then_multiply(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
     config: MatmulConfig,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> None:
-    """out [R m, n] = gather(x [m, K]) @ w [n, K].T + bias; ``gathered`` [R m, K] too where it is
-    asked for."""
+    """out [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias; stores gather(x) in ``gathered`` if
+    given."""
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True, mark=mark)
+    _exchange(
+        workspace, op, config, x.contiguous(), whole, x.numel(), False, True, checksum=checksum
+    )
     _multiply(whole, w, bias, out)
 
 
@@ -50,18 +54,18 @@ def multiply_shards(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
     group_name: str,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> None:
-    """As :func:`gather_then_multiply`, shard after shard, while copy engines bring the next."""
+    """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next."""
     rows = x.shape[0]
-    gathering = begin_gather(x, group_name, mark)
+    gathering = begin_gather(x, group_name, checksum)
     try:
         for source, shard in gathering.shards():
             part = slice(source * rows, (source + 1) * rows)
             _multiply(shard, w, bias, out[part])
             if gathered is not None:
                 gathered[part].copy_(shard)
-    finally:  # also when memory runs out: a gather that nobody ends leaves its signals to the next one
+    finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
 
@@ -83,14 +87,18 @@ def multiply_then_reduce(
     out: torch.Tensor,
     residual: torch.Tensor | None,
     config: MatmulConfig,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> None:
-    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual: own rows of it, or all
-    where ``out`` has M rows."""
+    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual.
+
+    ``out`` has M rows, or this rank's M / R.
+    """
     partial = torch.mm(x, w.t())
     size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
     shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
-    _exchange(workspace, op, config, partial, out, shard, True, everywhere, bias, residual, mark)
+    _exchange(
+        workspace, op, config, partial, out, shard, True, everywhere, bias, residual, checksum
+    )
 
 
 def multiply_then_exchange(
@@ -102,16 +110,18 @@ def multiply_then_exchange(
     out: torch.Tensor,
     how: Exchange,
     config: MatmulConfig,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> None:
-    """out = x [M, K] @ w [N, K].T + bias, its parts exchanged."""
+    """out = x [M, K] @ w [N, K].T + bias, with its parts exchanged."""
     parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
     part = parts[0].numel()
     reference.exchange_parts(
         parts,
         how,
         out,
-        lambda got: _exchange(workspace, op, config, parts, got, part, False, False, mark=mark),
+        lambda got: _exchange(
+            workspace, op, config, parts, got, part, False, False, checksum=checksum
+        ),
     )
 
 
@@ -126,7 +136,7 @@ def _exchange(
     gather: bool,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    mark: int = 0,
+    checksum: int = 0,
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
     key = (x.shape, x.dtype, config)
@@ -134,7 +144,7 @@ def _exchange(
     if launch is None:
         launch = _launcher(workspace, instance, config, x, shard, reduce, gather)
         instance.keep(key, launch)
-    instance.begin(mark)
+    instance.begin(checksum)
     try:
         launch(x, out, bias, residual)  # type: ignore[operator]
     finally:

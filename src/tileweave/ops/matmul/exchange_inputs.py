@@ -1,5 +1,4 @@
-"""What the two dense all-to-all operators share: their dimensions as arguments, divisibility, and
-answers beside calls."""
+"""What the two all-to-all operators on matrices share: checks, ``explain`` and ``warmup``."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import name_of, place_in
+from tileweave.ops.core.registry import name_of, rank_and_size
 from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 
 def as_exchange(scatter_dim: int, gather_dim: int) -> Exchange:
-    """The two arguments, checked."""
+    """The exchange of these two arguments, checked."""
     require(
         scatter_dim in (0, 1) and gather_dim in (0, 1),
         lambda: f"scatter_dim={scatter_dim}, gather_dim={gather_dim}",
@@ -27,7 +26,10 @@ def as_exchange(scatter_dim: int, gather_dim: int) -> Exchange:
 
 
 def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: str) -> None:
-    """What is scattered comes out even; of x of several dimensions rows are dimension 0."""
+    """Check that the scattered dimension divides by the world size.
+
+    Of x with more than two dimensions, dimension 0 is the rows.
+    """
     what, count = ("rows", rows) if how.scatter_dim == 0 else (f"columns ({columns_of})", cols)
     allowed, remedy = "a multiple of the group's size", "pad them, or scatter the other"
     require(count % size == 0, lambda: f"{count} {what} over {size} ranks", allowed, remedy)
@@ -40,9 +42,8 @@ def explain_exchange(
 ) -> Callable[..., Plan]:
     """As :func:`inputs.explain_matmul`, with the two dimensions.
 
-    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x
-    and out as rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)``
-    decides.
+    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` returns the exchange, and x
+    and out as rows; ``check(x, w, bias, how, out, size)`` raises; ``plan(x, w, how, size)`` plans.
     """
 
     def explain(
@@ -56,7 +57,7 @@ def explain_exchange(
         out: torch.Tensor | None = None,
     ) -> Plan:
         name = name_of(group)
-        size = place_in(name)[1]
+        size = rank_and_size(name)[1]
         how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
         check(rows, w, bias, how, flat, size)
         return plan(rows, w, how, size)
@@ -69,8 +70,10 @@ def warmup_exchange(
     explain: Callable[..., Plan],
     depth_of: Callable[[Exchange, int, int, int], int],
 ) -> Callable[..., Plan]:
-    """As :func:`inputs.warmup_matmul`, with the two dimensions; ``depth_of(how, rows, depth,
-    size)`` is that of w for x [rows, depth]."""
+    """As :func:`inputs.warmup_matmul`, with the two dimensions.
+
+    ``depth_of(how, rows, depth, size)`` is the depth of w for x [rows, depth].
+    """
 
     def warmup(
         rows: int,
@@ -86,7 +89,7 @@ def warmup_exchange(
     ) -> Plan:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
         of_w = depth_of(
-            as_exchange(scatter_dim, gather_dim), rows, depth, place_in(name_of(group))[1]
+            as_exchange(scatter_dim, gather_dim), rows, depth, rank_and_size(name_of(group))[1]
         )
         if of_w != depth:
             _, w = operands_for_warmup(0, cols, of_w, dtype, device)

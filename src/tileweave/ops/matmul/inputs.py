@@ -1,8 +1,7 @@
-"""What the matmul operators share before their kernels run: checks of operands, one plan for each
-signature, and what they answer beside calls.
+"""Checks and plans of the matmul operators, their ``explain`` and their ``warmup``.
 
-Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in ``torch.nn.Linear``
-layout, bias [cols].
+Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] in
+``torch.nn.Linear`` layout, bias [cols].
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
+    checksum_of,
     debugging,
     group_of,
     interpreting,
     machine_of,
-    mark_of,
     name_of,
-    place_in,
+    rank_and_size,
     workspace_of,
 )
 from tileweave.planning.machine import Machine
@@ -34,7 +33,7 @@ from tileweave.transport.workspace import REGISTRY
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Planner = Callable[[Problem, Machine, bool], Plan[MatmulConfig]]
 Tensors = tuple[torch.Tensor | None, ...]
-RESULTS = ("out", "residual_out")  # what results of an operator are called, in order
+RESULTS = ("out", "residual_out")  # names of the results of an operator, in order
 
 
 def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -63,9 +62,9 @@ def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def check_operands(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent.
+    """Raise :class:`InputError` for operands that do not fit, before anything is sent.
 
-    ``others`` share dtype and device with x; :func:`check_shape` is for their shapes.
+    ``others`` must have the dtype and device of x; :func:`check_shape` checks their shapes.
     """
 
     def shapes() -> str:
@@ -86,7 +85,7 @@ def check_operands(
 def check_tensors(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None
 ) -> None:
-    """:func:`check_operands` but for the shapes of x and w."""
+    """As :func:`check_operands`, without the shapes of x and w."""
     tensors = [t for t in (x, w, bias, *others) if t is not None]
 
     def dtypes() -> str:
@@ -127,10 +126,10 @@ def check_tensors(
 def check_shape(
     name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], remedy: str
 ) -> None:
-    """``tensor``, if there is one, has this shape and is contiguous."""
+    """Check that ``tensor``, if given, has this shape and is contiguous."""
     if tensor is not None:
         fits = tuple(tensor.shape) == shape and tensor.is_contiguous()
-        if not fits:  # a text about sizes fixes them where torch traces
+        if not fits:  # formatting sizes would specialize them while torch traces
             require(
                 fits,
                 f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}",
@@ -140,15 +139,14 @@ def check_shape(
 
 
 def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str) -> None:
-    """``tensor`` can be seen as rows, as x is: its dimensions between the first and the last are
-    those of x."""
+    """Check that ``tensor`` can be viewed as rows: its inner dimensions must be those of x."""
     dimensions = x.dim()
     fits = (
         tensor.dim() == dimensions
         and tensor.is_contiguous()
         and (dimensions == 2 or tensor.shape[1:-1] == x.shape[1:-1])
     )
-    if not fits:  # the text of it takes longer than the checks
+    if not fits:  # formatting the message takes longer than the checks
         asked = (
             f"{name} {tuple(tensor.shape)} with strides {tensor.stride()} for x {tuple(x.shape)}"
         )
@@ -162,8 +160,7 @@ def out_as_rows(
     *inputs: torch.Tensor | None,
     name: str = "out",
 ) -> torch.Tensor | None:
-    """``out=`` as rows if there is one, checked as far as that takes; :func:`check_shape` does the
-    rest."""
+    """``out=`` as rows, if given. :func:`check_shape` checks the rest of its shape."""
     if out is None:
         return None
     check_like_x(name, out, x, allowed)
@@ -180,8 +177,7 @@ def out_as_rows(
 
 
 def refuse_alias(results: Tensors, inputs: Tensors) -> None:
-    """A tile is stored while others are still read: what a caller gives for results needs memory of
-    its own."""
+    """Refuse results in the memory of inputs: a tile is stored while others are still read."""
     if results[0] is None:
         return
     first = -1
@@ -207,7 +203,7 @@ def refuse_alias(results: Tensors, inputs: Tensors) -> None:
 
 
 def check_traced(check: Callable[[], None]) -> None:
-    """``check()`` for a fake: what depends on sizes that only the data will tell is left to the
+    """Call ``check()`` for a fake; conditions on sizes that only data will tell are left to the
     call."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -218,8 +214,10 @@ def check_traced(check: Callable[[], None]) -> None:
 def plan_for(
     planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None
 ) -> Plan[MatmulConfig]:
-    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem`
-    counts them; ``depth``: x's."""
+    """The plan of this call, the same on every rank.
+
+    ``rows``: as :class:`Problem` counts them. ``depth``: that of x.
+    """
     depth = x.shape[1] if depth is None else depth
     return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
 
@@ -250,12 +248,25 @@ def accept(
     check: Callable[[int], None],
     plan: Callable[[int], Plan],
 ) -> Plan:
-    """Check the arguments and plan the call: once for each signature of a fused call, since host
-    time counts.
+    """Check the arguments and plan the call, once per signature of a fused call, to save host time.
 
-    ``others``: what else is read; with x, w and ``options`` ranks must agree on it. ``results``:
-    the caller's memory, checked too; where it lies, which no signature has, at each call.
-    ``check(world_size)`` raises, ``plan(world_size)`` decides.
+    Parameters
+    ----------
+    op, group_name : str
+        Names of the operator and the group.
+
+    x, w, others : tensors
+        What the call reads. Ranks must agree on their shapes and on ``options``.
+
+    results : tensors or None
+        Memory of the caller, checked too. Its address is no part of the signature, so aliases are
+        refused at each call.
+
+    check : callable
+        ``check(world_size)`` raises :class:`InputError`.
+
+    plan : callable
+        ``plan(world_size)`` plans the call.
     """
     inputs = (x, w, *others)
     workspace = REGISTRY.find(group_name, x.device)
@@ -285,7 +296,7 @@ def accept(
         refuse_alias(results, inputs)
 
     shapes = [None if t is None else list(t.shape) for t in inputs]
-    # checked: x's dtype is that of all
+    # after the checks all dtypes are that of x
     common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debug:
         check_together(op, group_name, common, checked)
@@ -295,7 +306,7 @@ def accept(
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = replace(
-            chosen, checksum=mark_of(common), world_size=size
+            chosen, checksum=checksum_of(common), world_size=size
         )
     return chosen
 
@@ -303,8 +314,7 @@ def accept(
 def operands_for_warmup(
     rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, depth] and w [cols, depth] of zeros, on the current GPU unless ``device`` says
-    otherwise."""
+    """x [rows, depth] and w [cols, depth] of zeros, on ``device`` or the current GPU."""
     sizes = (rows, cols, depth)
     whole = all(isinstance(size, int) and size >= 0 for size in sizes)
     require(whole, f"warmup{sizes!r}", "whole numbers", "pass sizes of this rank's x and w")
@@ -328,7 +338,7 @@ def operands_for_warmup(
         "a device of this machine",
         "pass device='cpu', or look at tileweave doctor",
     )
-    with torch.inference_mode(False):  # else they could not require gradients
+    with torch.inference_mode(False):  # otherwise they could not require gradients
         return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(
             cols, depth, dtype=dtype, device=where
         )
@@ -337,15 +347,15 @@ def operands_for_warmup(
 def call_for_warmup(
     call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
 ) -> None:
-    """One call with these operands; with ``backward`` also the backward of both, which has kernels
-    and memory of its own."""
+    """Make one call with these operands; with ``backward`` also the backward of both, which has its
+    own kernels."""
     if not backward:
         call(x, w, **options)
         return
     with torch.inference_mode(False), torch.enable_grad():
         y = call(x.requires_grad_(), w.requires_grad_(), **options)
         y = y[0] if isinstance(y, tuple) else y
-        assert isinstance(y, torch.Tensor), "operators return a tensor, or two"
+        assert isinstance(y, torch.Tensor), "operators return one tensor, or two"
         y.sum().backward()
 
 
@@ -354,10 +364,10 @@ def explain_matmul(
     check: Callable[..., None],
     plan: Callable[..., Plan],
 ) -> Callable[..., Plan]:
-    """``explain`` of an operator over x, w and bias.
+    """Make ``explain`` of an operator over x, w and bias.
 
-    ``as_called(x, w, bias, out, group_name)`` gives x and out as rows, ``check(x, w, bias, out,
-    size)`` raises, ``plan(x, w, size)`` decides.
+    ``as_called(x, w, bias, out, group_name)`` returns x and out as rows; ``check(x, w, bias, out,
+    size)`` raises; ``plan(x, w, size)`` plans.
     """
 
     def explain(
@@ -369,7 +379,7 @@ def explain_matmul(
         out: torch.Tensor | None = None,
     ) -> Plan:
         name = name_of(group)
-        size = place_in(name)[1]
+        size = rank_and_size(name)[1]
         rows, flat = as_called(x, w, bias, out, name)
         check(rows, w, bias, flat, size)
         return plan(rows, w, size)
@@ -378,7 +388,7 @@ def explain_matmul(
 
 
 def warmup_matmul(call: Callable[..., object], explain: Callable[..., Plan]) -> Callable[..., Plan]:
-    """``warmup`` of an operator over x, w and bias."""
+    """Make ``warmup`` of an operator over x, w and bias."""
 
     def warmup(
         rows: int,

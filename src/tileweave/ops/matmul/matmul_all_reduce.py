@@ -1,33 +1,35 @@
-"""matmul_all_reduce: multiply by this rank's share of K and sum over ranks, on every rank; then
-residual and RMSNorm.
+"""matmul_all_reduce: multiply by this rank's part of K, sum over ranks on every rank; residual,
+RMSNorm.
 
-============  =======  ===============================================================================
-x             [M, k]   this rank's columns of the input, k = K/R; [..., k] with more dimensions also works
+============  =======  ==============================================================
+x             [M, k]   this rank's columns of the input, k = K/R; [..., k] also works
 w             [N, k]   this rank's columns of a Linear weight
 bias          [N]      optional; added once
 residual      [M, N]   optional; added to the sum
 norm_weight   [N]      optional; then the result is normalised
 y             [M, N]   sum over ranks of x @ w.T, plus bias, plus residual
-normed        [M, N]   RMSNorm(y) * norm_weight, of y as it was rounded
-============  =======  ===============================================================================
+normed        [M, N]   RMSNorm(y) * norm_weight, of the rounded y
+============  =======  ==============================================================
 
-What is not x or w has the same values on every rank, and so has the result.
+All arguments but x and w have the same values on every rank, and so has the result.
 
-forward : one fused kernel (``kernels/all_reduce/one_shot.py``), or matmul, all-reduce, add, norm
-    where that is faster. backward: nothing is sent. Gradients of the result are taken to be the
-    same on every rank, as they are when all ranks go
-          on with the same computation (tensor parallelism): then gx = gy @ w and gw = gy.T @ x need
-          this rank's operands only, and gradients of bias, residual and norm_weight come out the
-          same on every rank. A loss that differs between ranks needs ``matmul_reduce_scatter``, or
-          an all-reduce of gy before.
+forward : one fused kernel (``kernels/all_reduce/one_shot.py``), or matmul, all-reduce, addition and
+norm where that is faster.
 
-Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; the contract of residual and norm is
-that of vLLM's ``fused_add_rms_norm``, with results in memory of their own.
+backward : nothing is sent. Gradients of the result must be the same on every rank, as they are when
+all ranks go on with the same computation (tensor parallelism). Then gx = gy @ w and gw = gy.T @ x
+need this rank's operands only, and gradients of bias, residual and norm_weight are the same on
+every rank. A loss that differs between ranks needs ``matmul_reduce_scatter``, or an all-reduce of
+gy before.
+
+Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; residual and norm as in vLLM's
+``fused_add_rms_norm``, with results in memory of their own.
 """
 
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -68,42 +70,72 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multiply by this rank's columns of a weight, sum over ranks on every rank; add a residual and
-    normalise if asked.
+    """Multiply by this rank's columns of a weight and sum over ranks, on every rank.
+
+    Optionally add a residual and normalise. bfloat16 and float16 on CUDA (float32 unfused), also
+    float32 on the CPU. Partial sums of ranks are rounded to the dtype of x (in float16, those above
+    65504 become infinite), added in float32 in a fixed order, with bias and residual, and rounded
+    again. For the rounding of the unfused path see ``ops/reference.py``.
 
     Parameters
     ----------
-    x : [M, k] or [..., k], contiguous; the same shape on every rank.
-    w : [N, k], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
-    bias : [N], or None. residual : [M, N] or [..., N], contiguous, or None. norm_weight : [N], or
-        None. These three have the same values on every rank; each is added, or applied, once.
-    norm_eps : what RMSNorm adds to the mean square, at least 0; the same on every rank.
-    group : the ranks that share the sum; None is the default group. A group's name is accepted too.
-    out, residual_out : where to put the first and the second result, contiguous; not with
-        gradients.
+    x : [M, k] or [..., k], contiguous
+        This rank's columns of the input, with the same shape on every rank.
+
+    w : [N, k], rows contiguous
+        This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
+        same shape on every rank.
+
+    bias : [N], optional
+        Added once. The same values on every rank.
+
+    residual : [M, N] or [..., N], contiguous, optional
+        Added once. The same values on every rank.
+
+    norm_weight : [N], optional
+        Weight of RMSNorm, which is applied to the sum. The same values on every rank.
+
+    norm_eps : float
+        Added to the mean square in RMSNorm, at least 0. The same on every rank.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    out : [M, N] or [..., N], contiguous, optional
+        Memory for the first result. Not with gradients.
+
+    residual_out : [M, N] or [..., N], contiguous, optional
+        Memory for the second result, with ``out`` and ``norm_weight``.
 
     Returns
     -------
-    y [..., N] = sum over ranks of x @ w.T, plus bias, plus residual. With ``norm_weight`` a pair
-    ``(normed, residual_out)``: residual_out is that y, the next layer's residual, and normed =
-    RMSNorm(residual_out) * norm_weight, computed in fp32 from residual_out as it was rounded.
-
-    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are rounded to x's
-    dtype (of fp16, those above 65504 to infinity), added in fp32 in a fixed order, bias and
-    residual with them, and rounded again; for the unfused path see ``ops/reference.py``. Gradients:
-    see the module.
+    y : [..., N]
+        Without ``norm_weight``: sum over ranks of x @ w.T, plus bias, plus residual.
+    (normed, residual_out) : pair of [..., N]
+        With ``norm_weight``: residual_out is that y, the residual of the next layer, and normed is
+        RMSNorm(residual_out) * norm_weight, computed in float32 from the rounded residual_out.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Nothing is sent in the backward: gradients of the result must be the same on every rank, as in
+    tensor parallelism. Sources: arXiv 2305.06942; vLLM's ``fused_add_rms_norm``.
     """
     name, normed = name_of(group), norm_weight is not None
     rows, given, flat, flat_residual = check_own(
         OP, name, _as_called, x, w, bias, residual, norm_weight, out, residual_out, norm_eps
     )
     if not normed:
-        norm_eps = EPS  # which ranks need not agree on
+        norm_eps = EPS  # unused: ranks need not agree on it
     if out is not None:
         torch.ops.tileweave.matmul_all_reduce.out(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
@@ -128,7 +160,7 @@ def _as_called(
     residual_out: torch.Tensor | None,
     norm_eps: float = EPS,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """x, residual, out and residual_out as rows; raises for what those do not show."""
+    """Return x, residual, out and residual_out as rows. Raises for what those no longer show."""
     rows = as_rows(x, w)
     if residual is not None and x.dim() > 2:
         check_like_x("residual", residual, x, "[..., N]")
@@ -161,10 +193,18 @@ def _as_called(
     )
 
 
-def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+def check_inputs(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> None:
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     check_operands(x, w, bias, residual, norm_weight, out, residual_out)
-    streams = w.stride(1) == 1 or w.shape[1] <= 1  # as one shot does
+    streams = w.stride(1) == 1 or w.shape[1] <= 1  # what the one-shot kernel reads
     require(
         streams, lambda: f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()"
     )
@@ -183,7 +223,7 @@ def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], size)
 
 
@@ -223,21 +263,34 @@ def _forward(
     return y, x.new_empty(0) if kept is None and out is None else kept
 
 
-def _fake(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out=None, residual_out=None):
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    group_name: str,
+    *,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, out, residual_out))
     y = x.new_empty(x.shape[0], w.shape[0])
     return y, x.new_empty(0) if norm_weight is None else torch.empty_like(y)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, w, bias, residual, norm_weight, ctx.norm_eps, ctx.group_name = inputs
     ctx.optional = bias is not None, residual is not None, norm_weight is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w, norm_weight, output[1] if norm_weight is not None else None)
 
 
-def _gradients(ctx, grad, grad_kept):
-    """Plain torch, since nothing is sent: compilers see through it."""
+def _gradients(
+    ctx: Any, grad: torch.Tensor | None, grad_kept: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients in plain torch, which compilers can trace, since nothing is sent."""
     x, w, norm_weight, kept = ctx.saved_tensors
     has_bias, has_residual, has_norm = ctx.optional
     need_x, need_w, need_bias, need_residual, need_norm, _, _ = ctx.needs_input_grad
@@ -257,9 +310,15 @@ def _gradients(ctx, grad, grad_kept):
     )
 
 
-def _through_norm(grad, grad_kept, weight, kept, eps):
-    """Gradients of y and of the weight from those of ``weight * y / rms(y)`` and of y itself; sums
-    in fp32."""
+def _through_norm(
+    grad: torch.Tensor | None,
+    grad_kept: torch.Tensor | None,
+    weight: torch.Tensor,
+    kept: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of y and of the weight from those of ``weight * y / rms(y)`` and of y; sums in
+    fp32."""
     if grad is None:
         return grad_kept, None
     y, g = kept.float(), grad.float()
@@ -282,12 +341,12 @@ def explain(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> Plan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
+    """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     rows, given, flat, flat_residual = _as_called(
         x, w, bias, residual, norm_weight, out, residual_out
     )
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
-    return plan(rows, w, place_in(name_of(group))[1])
+    return plan(rows, w, rank_and_size(name_of(group))[1])
 
 
 def warmup(
@@ -301,18 +360,18 @@ def warmup(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a
-    capture may follow.
+    """Reserve memory and compile for x [rows, depth] and w [cols, depth], so that a capture may
+    follow. Collective.
 
-    ``norm``: for calls with residual and norm_weight, which are another kernel. ``backward``: and
-    the backward behind it.
+    ``norm``: for calls with residual and norm_weight, which have another kernel. ``backward``: also
+    run the backward.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
     residual, weight = (x.new_zeros(rows, cols), x.new_ones(cols)) if norm else (None, None)
     call_for_warmup(
         matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group
     )
-    return plan(x, w, place_in(name_of(group))[1])
+    return plan(x, w, rank_and_size(name_of(group))[1])
 
 
 SPEC = OperatorSpec(

@@ -1,5 +1,4 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else the library's matmul and two
-shots behind it."""
+"""The fused call of matmul_all_reduce: one shot for few rows, else cuBLAS followed by two shots."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def run_fused(
     group_name: str,
     chosen: Plan[MatmulConfig],
 ) -> None:
-    """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see
-    ``ops/matmul/matmul_all_reduce.py``."""
+    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; residual, out, residual_out [M,
+    N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
@@ -41,7 +40,7 @@ def run_fused(
 
         target = out if residual_out is None else residual_out
         multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.checksum)
-        # a kernel of its own: rows of many tiles, which no program has seen whole
+        # a separate kernel: no program has a whole row, which has many tiles
         if norm_weight is not None:
             out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
         return

@@ -1,36 +1,43 @@
-"""matmul_all_to_all: multiply, cut the product into one part for each rank, and give every rank its
-part of all products.
+"""matmul_all_to_all: multiply, cut the product into one part per rank, and exchange the parts.
 
-=====  ==========================  =======================================================================
+=====  ==========================  ====================================================
 x      [M, K]                      rows of this rank; [M, ..., K] also works
 w      [N, K]                      a Linear weight, the same shape on every rank
 bias   [N]                         optional
-y      [M/R, N] or [M, N/R] parts  of x @ w.T + bias, from all ranks, in rank order along ``gather_dim``
-=====  ==========================  =======================================================================
+y      [M/R, N] or [M, N/R] parts  of x @ w.T + bias, from all ranks, in rank order
+                                   along ``gather_dim``
+=====  ==========================  ====================================================
 
 ``scatter_dim=1, gather_dim=0`` is the QKV projection of Ulysses-style sequence parallelism: x has
-this rank's tokens and w the heads of all; y has all tokens and this rank's heads, [R * M, N / R]. A
-fused w_qkv of grouped queries stands rank by rank, each rank's heads of q, k and v together:
-``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``, and so does its
-bias; then y on each rank is its q, k and v, side by side.
+this rank's tokens and w the heads of all; y has all tokens and this rank's heads, [R * M, N / R].
+The rows of a fused w_qkv of grouped queries must be ordered by rank, with each rank's heads of q, k
+and v together: ``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``,
+and so must its bias. Then y on each rank is its q, k and v, in this order along columns.
 
 forward : one fused kernel (``kernels/all_to_all/scatter_triton.py``), or matmul, all-to-all and a
-    permutation where that is faster.
-dgrad   : gx = exchange back(gy) @ w, which is ``all_to_all_matmul``, the dual operator, dimensions swapped.
-wgrad   : gw = exchange back(gy).T @ x. The exchanged gradient comes with dgrad, so nothing is sent again.
-dbias   : exchange back(gy) summed over rows.
+permutation where that is faster.
+
+input gradient : gx = exchange back(gy) @ w, which is ``all_to_all_matmul``, the dual operator, with
+the two dimensions swapped.
+
+weight gradient : gw = exchange back(gy).T @ x. The input gradient also returns the exchanged
+gradient, so nothing is sent again.
+
+bias gradient : exchange back(gy) summed over rows.
 
 Sources: fused GEMM + all-to-all, arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
 from tileweave.ops.matmul.exchange_inputs import (
@@ -66,29 +73,53 @@ def matmul_all_to_all(
 ) -> torch.Tensor:
     """Multiply, and exchange parts of the product: part p along ``scatter_dim`` goes to rank p.
 
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Sums are computed in
+    float32 and rounded once.
+
     Parameters
     ----------
-    x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
-        rank.
-    bias : [N], or None; added before the exchange.
-    scatter_dim : 0 cuts the product's rows (M must be a multiple of the group's size R), 1 its
-        columns (N must).
-    gather_dim : 0 puts the R parts that arrive below each other, 1 side by side; in rank order.
-    group : the ranks that exchange; None is the default group. A group's name is accepted too.
-    out : where to put the result, contiguous; not with gradients.
+    x : [M, K] or [M, ..., K], contiguous
+        With the same shape on every rank. All dimensions but the last are
+        flattened to rows.
+
+    w : [N, K], rows or columns contiguous
+        Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
+
+    bias : [N], optional
+        Added before the exchange, with the dtype of x.
+
+    scatter_dim : int
+        0 splits the rows of the product (M must be a multiple of the world size R), 1 its columns
+        (then N must be such a multiple).
+
+    gather_dim : int
+        0 concatenates the R parts that arrive along rows, 1 along columns; in rank order.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    out : contiguous, optional
+        Memory for the result, with its shape. Not with gradients.
 
     Returns
     -------
-    y, dimension 0 and the last one multiplied or divided by R as the two dimensions say: [R * M,
-    ..., N / R] for (1, 0), [M / R, ..., R * N] for (0, 1), [M, ..., N] for (0, 0) and (1, 1). bf16
-    and fp16 on CUDA (fp32 unfused), also fp32 on the CPU; sums are fp32, rounded once. Rows are x's
-    dimension 0 with all that is below it.
+    y : [M', ..., N']
+        With the dtype of x: [R * M, ..., N / R] for dimensions (1, 0), [M / R, ..., R * N] for (0,
+        1), [M, ..., N] for (0, 0) and (1, 1).
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
     name = name_of(group)
     how, rows, flat = check_own(
@@ -101,7 +132,7 @@ def matmul_all_to_all(
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
-        lead, cols = how.result(x.shape[0], w.shape[0], place_in(name)[1])
+        lead, cols = how.result(x.shape[0], w.shape[0], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)
     return y
 
@@ -115,10 +146,10 @@ def _as_called(
     out: torch.Tensor | None,
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
-    """The two dimensions, x and out as rows; raises for what those do not show."""
+    """Return the exchange, and x and out as rows. Raises for what those no longer show."""
     how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2 and w.dim() == 2:
-        check_divides(how, x.shape[0], w.shape[0], place_in(group_name)[1], "w")
+        check_divides(how, x.shape[0], w.shape[0], rank_and_size(group_name)[1], "w")
     return how, rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)
 
 
@@ -130,7 +161,7 @@ def check_inputs(
     out: torch.Tensor | None,
     size: int,
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     check_operands(x, w, bias, out)
     check_divides(how, x.shape[0], w.shape[0], size, "w")
     check_shape(
@@ -139,7 +170,7 @@ def check_inputs(
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     return plan_for(plan_matmul_all_to_all, x, rows, cols, size)
 
@@ -175,15 +206,36 @@ def _forward(
     return y
 
 
-def _fake(x, w, bias, scatter_dim, gather_dim, group_name, *, out=None):
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
     check_traced(lambda: check_inputs(x, w, bias, how, out, size))
     return x.new_empty(how.result(x.shape[0], w.shape[0], size))
 
 
-def _backward(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed). The gradient is exchanged once, by dgrad
-    where there is one."""
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    w: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, w and bias; an empty tensor for one that is not needed.
+
+    The gradient is exchanged once, by the input gradient where that is needed.
+    """
     back = Exchange(scatter_dim, gather_dim).reverse
     grad = grad.contiguous()
     gx, gw, gb = (grad.new_empty(0) for _ in range(3))
@@ -192,13 +244,21 @@ def _backward(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, n
     else:
         exchanged = reference.exchange(grad, back, group_of(group_name))
     if need_w and exchanged is not None:
+        assert x is not None, "kept where the weight requires a gradient"
         gw = exchanged.t() @ x
     if need_bias and exchanged is not None:
         gb = exchanged.sum(0)
     return gx, gw, gb
 
 
-def _like(grad, x, w, scatter_dim, gather_dim, group_name):
+def _like(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    w: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     size, back = (
         dist.get_world_size(group_of(group_name)),
         Exchange(scatter_dim, gather_dim).reverse,
@@ -207,12 +267,12 @@ def _like(grad, x, w, scatter_dim, gather_dim, group_name):
     return grad.new_empty(rows, w.shape[1]), w.new_empty(w.shape), grad.new_empty(cols)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, _, *ctx.how = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 
 
-def _passed(ctx, grad):
+def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, *ctx.saved_tensors, *ctx.how
 
 
@@ -225,7 +285,8 @@ SPEC = OperatorSpec(
     explain=explain,
     warmup=warmup_exchange(matmul_all_to_all, explain, lambda how, rows, depth, size: depth),
     backward=BackwardOperator(
-        arguments="Tensor grad, Tensor? x, Tensor w, int scatter_dim, int gather_dim, str group_name",
+        arguments="Tensor grad, Tensor? x, Tensor w, int scatter_dim, int gather_dim,"
+        " str group_name",
         of=("x", "w", "bias"),
         setup_context=_setup_context,
         passed=_passed,

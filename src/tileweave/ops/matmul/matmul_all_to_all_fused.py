@@ -1,8 +1,7 @@
-"""The fused call of matmul_all_to_all: instance, slot, launch, pulls. What a shape needs is made
-once and kept.
+"""The fused call of matmul_all_to_all: instance, slot, launch, pulls.
 
-``matmul_all_to_all.py`` checks the arguments and plans; tests and the tuner call :func:`run_fused`
-themselves.
+What calls of one shape need is made once and kept. ``matmul_all_to_all.py`` checks the arguments
+and plans; tests and the tuner call :func:`run_fused` themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tileweave.ops.core.registry import (
     await_frozen_slot,
     copy_slot,
     endpoint,
-    push_beside,
+    push_with_launch,
     workspace_of,
 )
 from tileweave.planning.matmul import scatter_schedule_for
@@ -41,7 +40,8 @@ def run_fused(
     group_name: str,
     chosen: Plan[MatmulConfig],
 ) -> None:
-    """The fused call itself. x [M, K], w [N, K]; out as ``how`` says."""
+    """Make the fused call of plan ``chosen``: x [M, K], w [N, K]; the shape of out depends on
+    ``how``."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
@@ -62,7 +62,7 @@ def run_fused(
         return
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    push_beside(
+    push_with_launch(
         instance,
         partial(launch, x, w, bias, out, slot),
         call.copies[slot],
@@ -73,8 +73,10 @@ def run_fused(
 
 @dataclass(slots=True)
 class _FusedCall:
-    """What calls of one shape share: made once, since host time counts. ``rows``: of a part, before
-    it was padded."""
+    """What calls of one shape share; made once, to save host time.
+
+    ``rows``: of a part, without padding.
+    """
 
     instance: Instance
     endpoint: Peers
@@ -82,12 +84,12 @@ class _FusedCall:
     config: MatmulConfig
     how: Exchange
     rows: int
-    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
-        protocol."""
+        """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
+        the same protocol."""
         key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
@@ -134,8 +136,10 @@ def _fused_call(
 def _pulls(
     instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int
 ) -> Copies:
-    """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a
-    signal to ourselves."""
+    """Each chunk of each peer once it is ready, followed by a signal to this rank itself.
+
+    Peers by order of arrival, one copy lane per peer.
+    """
     width = s.cols * itemsize
     pitch = width if how.gather_dim == 0 else width * s.world_size
     copies = []

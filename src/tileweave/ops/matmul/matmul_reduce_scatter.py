@@ -1,5 +1,4 @@
-"""matmul_reduce_scatter: multiply by this rank's share of K, sum over ranks, and keep this rank's
-rows of the sum.
+"""matmul_reduce_scatter: multiply by this rank's part of K, sum over ranks, keep this rank's rows.
 
 =====  =======  =====================================================================
 x      [M, k]   this rank's columns of the input, k = K/R; [M, ..., k] also works
@@ -9,16 +8,23 @@ y      [m, N]   rows of this rank of sum over ranks of x @ w.T, plus bias; m = M
 =====  =======  =====================================================================
 
 forward : one fused kernel (``kernels/reduce_scatter/triton.py``), or matmul then reduce-scatter
-    where that is faster.
-dgrad   : gx = gather(gy) @ w, which is ``all_gather_matmul``, the dual operator.
-wgrad   : gw = gather(gy).T @ x. The gathered gradient comes with dgrad, so nothing is sent again.
-dbias   : gather(gy) summed over rows: every rank's rows, so that the bias stays the same on every rank.
+where that is faster.
 
-Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism,
+input gradient : gx = gather(gy) @ w, which is ``all_gather_matmul``, the dual operator.
+
+weight gradient : gw = gather(gy).T @ x. The input gradient also returns the gathered gradient, so
+nothing is sent again.
+
+bias gradient : gather(gy) summed over rows of all ranks, so that the bias stays the same on every
+rank.
+
+Sources: FLUX, arXiv 2406.06858; the pair of dual operators as in Megatron-LM sequence parallelism,
 arXiv 2205.05198.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import gather_and_multiply
 from tileweave.ops.matmul.inputs import (
@@ -56,30 +62,49 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Multiply by this rank's columns of a weight, and keep this rank's rows of the sum over ranks.
 
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Partial sums of ranks
+    are rounded to the dtype of x (in float16, those above 65504 become infinite), added in float32
+    in a fixed order, and rounded again. For the own partial sum, and for the unfused path, see
+    ``ops/reference.py``.
+
     Parameters
     ----------
-    x : [M, k] or [M, ..., k], contiguous, M a multiple of the group's size; the same shape on every
-        rank.
-    w : [N, k], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
-        rank.
-    bias : [N] of the full layer, the same on every rank, or None. Added once.
-    group : the ranks that share the sum; None is the default group. A group's name is accepted too.
-    out : where to put the result, [M / R, ..., N], contiguous; not with gradients.
+    x : [M, k] or [M, ..., k], contiguous
+        This rank's columns of the input, with the same shape on every rank. M is a multiple of the
+        world size R.
+
+    w : [N, k], rows or columns contiguous
+        This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
+        same shape on every rank.
+
+    bias : [N], optional
+        Added once. The same values on every rank.
+
+    group : ProcessGroup or str, optional
+        The ranks that call together, or the group's name. None: the default group.
+
+    out : [M / R, ..., N], contiguous, optional
+        Memory for the result. Not with gradients.
 
     Returns
     -------
-    y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on
-    the CPU. Ranks' partials are rounded to x's dtype (of fp16, those above 65504 to infinity),
-    added in fp32 in a fixed order, and rounded again; for the own partial, and for the unfused
-    path, see ``ops/reference.py``.
-
-    Gradients: of x and w as if all ranks' rows went into one loss; that of ``bias`` is summed over
-    the group.
+    y : [M / R, ..., N]
+        Scattered along dimension 0, with the dtype of x.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
-    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError
+        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
+        Raised before anything is sent.
+    PeerTimeout
+        A peer does not call in time.
+    CaptureError
+        CUDA-graph capture without an earlier call of the same size or ``tw.warmup``.
+
+    Notes
+    -----
+    Gradients of x and w are those of one loss over the rows of all ranks; the gradient of ``bias``
+    is summed over the group. Source: FLUX, arXiv 2406.06858.
     """
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name)
@@ -88,7 +113,7 @@ def matmul_reduce_scatter(
         return out
     y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
     if x.dim() > 2:
-        y = y.view(x.shape[0] // place_in(name)[1], *x.shape[1:-1], w.shape[0])
+        y = y.view(x.shape[0] // rank_and_size(name)[1], *x.shape[1:-1], w.shape[0])
     return y
 
 
@@ -99,10 +124,10 @@ def _as_called(
     out: torch.Tensor | None,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and out as rows; raises for what those do not show."""
+    """Return x and out as rows. Raises for what those no longer show."""
     rows = as_rows(x, w)
     if x.dim() > 2:
-        _check_rows(x.shape[0], place_in(group_name)[1])
+        _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
 
 
@@ -118,14 +143,14 @@ def _check_rows(rows: int, size: int) -> None:
 def check_inputs(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int
 ) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     check_operands(x, w, bias, out)
     _check_rows(x.shape[0], size)
     check_shape("out", out, (x.shape[0] // size, w.shape[0]), "allocate out with that shape")
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
-    """The path of this call, the same on every rank."""
+    """The plan of this call, the same on every rank."""
     return plan_for(plan_matmul_reduce_scatter, x, x.shape[0] // size, w.shape[0], size)
 
 
@@ -157,15 +182,32 @@ def _forward(
     return y
 
 
-def _fake(x, w, bias, group_name, *, out=None):
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     size = dist.get_world_size(group_of(group_name))
     check_traced(lambda: check_inputs(x, w, bias, out, size))
     return x.new_empty(x.shape[0] // size, w.shape[0])
 
 
-def _backward(grad, x, w, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed). The gradient is gathered once, by dgrad
-    where there is one."""
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    w: torch.Tensor,
+    group_name: str,
+    need_x: bool,
+    need_w: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, w and bias; an empty tensor for one that is not needed.
+
+    The gradient is gathered once, by the input gradient where that is needed.
+    """
     group = group_of(group_name)
     grad = grad.contiguous()
     gx, gw, gb = (grad.new_empty(0) for _ in range(3))
@@ -175,24 +217,27 @@ def _backward(grad, x, w, group_name, need_x, need_w, need_bias):
     elif need_w:
         gathered = collectives.all_gather(grad, group)
     if need_w and gathered is not None:
+        assert x is not None, "kept where the weight requires a gradient"
         gw = gathered.t() @ x
     if need_bias:
         gb = collectives.all_reduce(grad.sum(0), group) if gathered is None else gathered.sum(0)
     return gx, gw, gb
 
 
-def _like(grad, x, w, group_name):
+def _like(
+    grad: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dist.get_world_size(group_of(group_name)) * grad.shape[0]
     gx = grad.new_empty(rows, w.shape[1])
     return gx, w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, _, ctx.group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 
 
-def _passed(ctx, grad):
+def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, *ctx.saved_tensors, ctx.group_name
 
 

@@ -1,7 +1,7 @@
 """The fused call of matmul_reduce_scatter: instance, slot, launch, pushes.
 
-What a shape needs is made once and kept. The operators' files check the arguments and plan; tests,
-the tuner and the tracer call :func:`run_fused` themselves.
+What calls of one shape need is made once and kept. The operators' files check the arguments and
+plan; tests, the tuner and the tracer call :func:`run_fused` themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import push_order
@@ -35,7 +35,7 @@ def run_fused(
     group_name: str,
     chosen: Plan[MatmulConfig],
 ) -> None:
-    """The fused call itself. x [M, k], w [N, k]; out [M / R, N]."""
+    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
@@ -61,24 +61,24 @@ def run_fused(
         return
     slot = copy_slot(instance)
     kernel = partial(launch, x, w, bias, out, staging, slot)
-    push_beside(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+    push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
 @dataclass(slots=True)
 class _FusedCall:
-    """What calls of one shape share: made once, since host time counts."""
+    """What calls of one shape share; made once, to save host time."""
 
     instance: Instance
     endpoint: Peers
     schedule: ScatterSchedule
     config: MatmulConfig
-    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
-    staging_elements: int  # of a copy-engine call: what peers get
+    copies: tuple[Copies, ...]  # of a call with copy engines, per slot
+    staging_elements: int  # of a call with copy engines: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
-        protocol."""
+        """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
+        the same protocol."""
         key = (
             (x.data_ptr() | w.data_ptr()) & 15 == 0,
             out.data_ptr() & 15 == 0,
@@ -126,7 +126,8 @@ def _fused_call(
         if config.transport == "copy_engine":
             require(
                 not schedule.spans_shards and schedule.chunks <= MAX_SLICES,
-                f"copy_engine with {rows} rows a rank, tiles of {config.tile_m}, {schedule.chunks} chunks",
+                f"copy_engine with {rows} rows per rank, tiles of {config.tile_m}, "
+                f"{schedule.chunks} chunks",
                 f"rows of a tile or more, at most {MAX_SLICES} chunks",
                 'transport "sm"',
             )
@@ -145,11 +146,10 @@ def _fused_call(
 
 
 def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
-    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to
-    ourselves behind the last.
+    """Each chunk to its owner once all its tiles are counted, followed by a signal.
 
-    One behind the other, as they are made: beside each other, a receiver has two senders (decision
-    0002).
+    The last is a signal to this rank itself. Copies run one after the other: otherwise a receiver
+    would have two senders at once (decision 0002).
     """
     row_bytes = s.pitch * itemsize
     place_bytes = s.tile_rows * s.tile_m * row_bytes
