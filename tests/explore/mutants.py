@@ -1,7 +1,7 @@
 """Faults planted in the real source, one at a time. Exploration must find each of them.
 
-A mutant is a text in one file of ``src/tileweave`` and the text that replaces it. ``scenarios``: the
-beginning of the names of the scenarios that run the mutated lines.
+A mutant is a text in one file of ``src/tileweave`` and the text that replaces it. ``scenarios``:
+the beginning of the names of the scenarios that run the mutated lines.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
             copies.append(
-                Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch)
+                Copy(
+                    target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch
+                )
             )
 """
 _MEET = "        meet(peers, rank, epoch, -1, C.WORLD_SIZE)\n"
