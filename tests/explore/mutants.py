@@ -85,11 +85,8 @@ _EARLY = "        leave_early(peers, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
-            copies.append(
-                Copy(
-                    target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch
-                )
-            )
+            copies.append(Copy(target, 0, width, start, rows=end - begin,
+                               target_pitch=width, source_pitch=pitch))
 """
 _MEET = "        meet(peers, rank, epoch, -1, C.WORLD_SIZE)\n"
 _OPEN = "        count_in(counters + num_segments * num_programs)\n"
