@@ -292,7 +292,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "kernels/runtime/barrier.py",
         "    meet(peers",
         "    0 and meet(peers",
-        AG + "gather beside, captured",
+        AG + "concurrent gather, captured",
     ),
     # --- the words ---
     Mutant(

@@ -16,46 +16,52 @@ MUTANTS: tuple[Mutant, ...] = (
         AWAITED,
         "    wait(peers, index, epoch)\n",
         "",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
     Mutant(
         "a gather that refuses a rank that is a call ahead",
         AWAITED,
         "epoch + 1, index",
         "epoch, index",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
     Mutant(
         "the epoch may move before the last push of a gather",
         AWAITED,
         "        await_pushed(peers, epoch, WORLD_SIZE)\n",
         "",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
     Mutant(
         "the own shard of a gather in another place",
         AWAITED,
         "own = slot + tl.cast(rank, tl.int64) * size",
         "own = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
-    Mutant("gathers of all calls in one slot", REGISTRY, PARITY, "return 0", AG + "gather beside"),
     Mutant(
-        "captured gathers without a barrier", REGISTRY, BARRIER, "", AG + "gather beside, captured"
+        "gathers of all calls in one slot", REGISTRY, PARITY, "return 0", AG + "concurrent gather"
+    ),
+    Mutant(
+        "captured gathers without a barrier",
+        REGISTRY,
+        BARRIER,
+        "",
+        AG + "concurrent gather, captured",
     ),
     Mutant(
         "a gathered shard is signalled to the wrong word",
         BESIDE,
         "layout.data(rank)",
         "layout.data(peer)",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
     Mutant(
         "a gathered shard in the place of its reader",
         BESIDE,
         "[peer] + begin + rank * nbytes",
         "[peer] + begin + peer * nbytes",
-        AG + "gather beside",
+        AG + "concurrent gather",
     ),
     # --- under a matmul for each shard ---
     Mutant(

@@ -371,8 +371,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1,),
         captured=True,
     ),
-    ConcurrentGather("gather beside", ((2, 16), (3, 8))),
-    ConcurrentGather("gather beside, captured", ((2, 16),), captured=True),
+    ConcurrentGather("concurrent gather", ((2, 16), (3, 8))),
+    ConcurrentGather("concurrent gather, captured", ((2, 16),), captured=True),
     MatmulReduce(
         "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)
     ),

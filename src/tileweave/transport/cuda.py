@@ -135,7 +135,7 @@ class CudaTransport:
             )
         torch.cuda.synchronize(self.device)
         agree_on_mapping(failure, self._meeting.exchange)
-        assert handle is not None, "who fails does not agree"
+        assert handle is not None, "a rank that fails does not agree"
         addresses = tuple(
             handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size)
         )

@@ -63,7 +63,7 @@ def agree_on_memory(
 
 
 def agree_on_mapping(failure: str, exchange: Callable[[str], list[str]]) -> None:
-    """Collective, behind :func:`agree_on_memory`: raise on every rank if one says why it cannot map
+    """Collective, after :func:`agree_on_memory`: raise on every rank if one says why it cannot map
     a peer's ("": it can)."""
     failures = [
         text.partition("|")[2] for text in exchange(f"{MAPPED}|{failure}") if text != f"{MAPPED}|"

@@ -10,12 +10,12 @@ launch that follows cuBLAS.
 A shard is ``size`` consecutive elements. Those of an all-reduce may begin inside a row of x, and
 the last ones may be shorter, or empty.
 
-Who writes, and who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its
-blocks of a peer's shard in that peer's slot. Of the own shard it takes what peers stored, adds it
-to its own in fp32, in order of ranks, then bias and residual if there are any, and rounds once.
-``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. Both
-are an all-reduce. Neither is an all-to-all: blocks of a peer's shard go to that peer, and what
-peers stored for this rank is taken as it is. There is no signal and no fence: the data is
+Which rank writes, and which reads: a program has the same blocks of every shard. ``REDUCE``: it
+stores its blocks of a peer's shard in that peer's slot. Of the own shard it takes what peers
+stored, adds it to its own in fp32, in order of ranks, then bias and residual if there are any, and
+rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes
+theirs. Both are an all-reduce. Neither is an all-to-all: blocks of a peer's shard go to that peer,
+and what peers stored for this rank is taken as it is. There is no signal and no fence: the data is
 self-signaling (``device/triton/self_signaling.py``).
 
     program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store own blocks; GATHER: push

@@ -7,10 +7,10 @@ One launch, and no copy of the result.
     b                          samples of a rank: ceil(B / R), the last ranks fewer or none
                                (``sharding.rows_of``)
 
-Who writes, and who reads: a program pools bags and stores the vectors into the rows of their
-samples and the columns of their table, in the *region* that the owner of the samples has announced
-for this call. Every rank writes its own columns of every region; later kernels of the owner read
-it.
+Which rank writes, and which reads: a program pools bags and stores the vectors into the rows of
+their samples and the columns of their table, in the *region* that the owner of the samples has
+announced for this call. Every rank writes its own columns of every region; later kernels of the
+owner read it.
 
 ================  =====  ==============================  =====================================
 signal (int32)    value  notifier                        waiter

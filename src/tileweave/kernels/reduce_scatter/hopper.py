@@ -117,7 +117,7 @@ class Choices(NamedTuple):
     EXCHANGE : the kernel is ``matmul_all_to_all``, whose protocol it follows
         (``kernels/all_to_all/scatter_triton.py``), and nothing is added. ``rows`` are those of a
         part, padded to whole tiles, and ``staging`` is a slot of this rank. *store* announces
-        chunks to their owners, who pull them, and the last program ends the call.
+        chunks to their owners, which pull them, and the last program ends the call.
 
     DEPTH_FIRST : ``w`` is contiguous along N.
 
