@@ -83,7 +83,7 @@ def dispatch_grouped_matmul(
     """Send each token to the ranks of its experts, and multiply its rows by the experts' weights.
 
     A token is sent once per rank, and rows are multiplied as they arrive. bfloat16 and float16 on
-    CUDA, also float32 on the CPU. Sums are computed in float32 and rounded once.
+    CUDA (float32 unfused), also float32 on the CPU. Sums are computed in float32 and rounded once.
 
     Parameters
     ----------

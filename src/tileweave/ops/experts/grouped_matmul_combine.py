@@ -65,9 +65,10 @@ def grouped_matmul_combine(
     """Multiply rows by their experts' weights, and return the weighted sum of each token's rows to
     its rank.
 
-    bfloat16 and float16 on CUDA, also float32 on the CPU. Products are rounded to the dtype of y.
-    Each rank adds the products of a token in float32 in order of j and rounds; the token's rank
-    adds these partial sums in float32 in rank order, its own unrounded, and rounds once.
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Products are rounded to
+    the dtype of y. Each rank adds the products of a token in float32 in order of j and rounds; the
+    token's rank adds these partial sums in float32 in rank order, its own unrounded, and rounds
+    once.
 
     Parameters
     ----------
