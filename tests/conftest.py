@@ -57,6 +57,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # imported objects stay: garbage collection has a tenth of them left to scan
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else the compiler's binding reports all that is left as leaks
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Worlds of ranks, started on first use: ``worlds("gloo", 3).run(function, *args)``."""

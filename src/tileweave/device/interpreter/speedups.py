@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
@@ -310,10 +311,41 @@ def _call(self: Any, *args: object, **kwargs: object) -> object:
         LANGUAGE.restore()
 
 
+_COPY_TO_HOST = triton_interpreter.GridExecutor._init_args_hst
+_COPY_BACK = triton_interpreter.GridExecutor._restore_args_dev
+
+
+def _is_on_host(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_on_host, value))
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu"
+    return not hasattr(value, "base") and not hasattr(value, "data_ptr")
+
+
+def _on_host(self: Any, args: Any, kwargs: Any) -> Any:
+    """The arguments of a launch: those on the host as they are.
+
+    Triton copies each storage, by a function that refers to itself. That cycle keeps the memory of
+    a launch until the next garbage collection, also where ``close`` has released it.
+    """
+    if all(map(_is_on_host, (*args, *kwargs.values()))):
+        return list(args), dict(kwargs)
+    return _COPY_TO_HOST(self, args, kwargs)
+
+
+def _copied_back(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_on_host: Any) -> None:
+    """What was not copied by :func:`_on_host` need not be copied back."""
+    if not all(map(_is_on_host, (*args, *kwargs.values()))):
+        _COPY_BACK(self, args, on_host, kwargs, kwargs_on_host)
+
+
 def patch_once() -> None:
     """Take this process's interpreter over, for good."""
     triton_interpreter._patch_lang = lambda fn: LANGUAGE.patch()
     triton_interpreter.InterpretedFunction.__call__ = _call
+    triton_interpreter.GridExecutor._init_args_hst = _on_host
+    triton_interpreter.GridExecutor._restore_args_dev = _copied_back
     triton_interpreter._get_np_dtype = _numpy_type
     tl.tensor.__init__ = _tensor
     tl.block_type.__init__ = _block_type
