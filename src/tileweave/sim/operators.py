@@ -552,7 +552,10 @@ def exchange_matmul_config(
 ) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
     rows, depth = exchange.part(m, k, world)
-    can_run: Callable[[MatmulConfig], bool] = lambda c: c.fits_rows(rows) and depth % c.tile_k == 0  # noqa: E731
+
+    def can_run(c: MatmulConfig) -> bool:
+        return c.fits_rows(rows) and depth % c.tile_k == 0
+
     return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 
 

@@ -41,7 +41,9 @@ def _value(x: object) -> int:
         return int(x)
     x = getattr(x, "value", x)  # a constexpr
     handle = getattr(x, "handle", None)
-    return int(x) if handle is None else int(np.asarray(handle.data).reshape(-1)[0])  # type: ignore[arg-type]
+    if handle is None:
+        return int(x)  # type: ignore[arg-type]
+    return int(np.asarray(handle.data).reshape(-1)[0])
 
 
 def wrapped(value: int) -> int:
