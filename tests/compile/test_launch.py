@@ -263,12 +263,16 @@ def test_what_is_listened_to_is_launched_by_triton(
     arguments, made, listener = every_kind(), [], lambda metadata: None
     found = prepared(arguments)
     monkeypatch.setattr(launch, "prepare", lambda *rest: made.append(rest) or found)
-    launches = launch.Launches(every_kind_kernel, ["x", "count"], ["desc"])
+    named = dict(zip(every_kind_kernel.arg_names, arguments, strict=True))
+    call = launch.Call("one", (4096, 9), lambda: named, (8192,))
+    launches = launch.Launcher(
+        every_kind_kernel, 3, {}, lambda: call, words=["x", "count"], maps=["desc"]
+    )
     for listening, seen in ((False, 0), (False, 1), (True, 1), (False, 2)):
         if listening:
             knobs.runtime.launch_enter_hook.add(listener)
         try:
-            launches(3, "one", lambda: arguments, (4096, 9), (8192,))
+            launches()
         finally:
             if listening:
                 knobs.runtime.launch_enter_hook.remove(listener)

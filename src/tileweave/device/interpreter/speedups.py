@@ -318,8 +318,8 @@ _COPY_BACK = triton_interpreter.GridExecutor._restore_args_dev
 def _is_on_host(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_on_host, value))
-    if isinstance(value, torch.Tensor):
-        return value.device.type == "cpu"
+    if isinstance(value, torch.Tensor):  # not a subclass, such as a fake tensor: it has no memory
+        return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
     return not hasattr(value, "base") and not hasattr(value, "data_ptr")
 
 
