@@ -79,16 +79,17 @@ PTX_COMMUTES = re.compile(
     r"(?P<a>[%\w$]+),(?P<b>[%A-Za-z_$][\w$]*)[,;].*"
 )
 LLIR_COMMUTES = re.compile(
-    r"%\S+ = (?:(?:add|mul|and|or|xor|fadd|fmul|icmp (?:eq|ne)) .*?(?P<a>%[\w.$]+), (?P<b>%[\w.$]+)"
+    r"%\S+ = (?:(?:add|mul|and|or|xor|fadd|fmul|icmp (?:eq|ne)) "
+    r".*?(?P<a>%[\w.$-]+), (?P<b>%[\w.$-]+)"
     r"|(?:tail )?call .*?@llvm\.(?:[su]min|[su]max|minnum|maxnum|minimum|maximum|fma|fmuladd)\."
-    r"[\w.]+\((?:<[^>]*>|\w+) (?P<c>%[\w.$]+), (?:<[^>]*>|\w+) (?P<d>%[\w.$]+)[,)].*)"
+    r"[\w.]+\((?:<[^>]*>|\w+) (?P<c>%[\w.$-]+), (?:<[^>]*>|\w+) (?P<d>%[\w.$-]+)[,)].*)"
     r"(?: ![\w.]+)*"
 )
 REGISTER = re.compile(r"%[a-z]+\d+\b")
 HEAD = re.compile(r"(?:\.\w+ )*\.(?:entry|func)\b[^{]*")
 NAME = re.compile(r"%[a-z]+\d+\b|(?<![.\w$%])[A-Za-z_$][\w$]*")
 QUOTED = r'"(?:[^"\\]|\\.)*"'
-LLIR_NAME = re.compile(rf"{QUOTED}|%[\w.$]+|@[\w.$]+")
+LLIR_NAME = re.compile(rf"{QUOTED}|%[\w.$-]+|@[\w.$-]+")
 DEFINES = re.compile(r"(?:@!?\S+ )?\S+ (%[a-z]+\d+|\{[^}]*\})")
 
 
@@ -196,7 +197,7 @@ def normalise_llir(llir: str) -> list[str]:
         line = re.sub(r",? !dbg !\d+", "", line)
         line = re.sub(r",? (![\w.]+) !\d+", r" \1", line)
         line = re.sub(r" #\d+\b", "", line)
-        result.append(re.sub(r"^([\w.$]+):", r"%\1:", line))
+        result.append(re.sub(r"^([\w.$-]+):", r"%\1:", line))
     result = _sort_operands(result, LLIR_NAME, LLIR_COMMUTES)
     return [LLIR_NAME.sub(rename, line) for line in result]
 

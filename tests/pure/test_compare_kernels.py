@@ -214,7 +214,7 @@ def test_llvm_ir_is_compared_without_names_and_metadata() -> None:
         )
         .replace(", !dbg !6", "")
         .replace("!tbaa !4", "!tbaa !9")
-        .replace(".lr.ph", ".preheader")
+        .replace(".lr.ph", ".pre-header")
         .replace("label %9", "label %12")
         .replace("9:      ", "12:     ")
         .replace("#0", "#3")
