@@ -109,7 +109,7 @@ def test_demo(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     output = invoke("demo", "--world", "2", "--device", "cpu", "--out", str(tmp_path))
     assert "WRONG" not in output
-    assert (tmp_path / "who_waited_for_whom.png").stat().st_size > 10_000
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "trace0.json").read_text())["traceEvents"]
 
 

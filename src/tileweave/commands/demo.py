@@ -231,7 +231,7 @@ def write_picture(traces: Sequence[Trace], folder: Path) -> Path:
     """Draw ``traces`` into ``folder``; return the path. Needs matplotlib."""
     from tileweave.profile.plot import plot_traces
 
-    picture = folder / "who_waited_for_whom.png"
+    picture = folder / "timeline.png"
     plot_traces(traces, picture)
     return picture
 
