@@ -178,11 +178,17 @@ def comes_too_late(me: Member, call: Attempt) -> tuple[str, float]:
     return step(call, 2.0)
 
 
-@pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("op", OPS)
+# Not a fused combine: its routing plan is made by an earlier call, so it is never the first one.
+FIRST_CALLS = [
+    pytest.param(op, interpreted, id=f"{op}-{'fused' if interpreted else 'unfused'}")
+    for op in OPS
+    for interpreted in (True, False)
+    if not (op == "grouped_matmul_combine" and interpreted)
+]
+
+
+@pytest.mark.parametrize(("op", "interpreted"), FIRST_CALLS)
 def test_first_call_given_up_by_peers(worlds: Worlds, op: str, interpreted: bool) -> None:
-    if op == "grouped_matmul_combine" and interpreted:
-        pytest.skip("its plan comes of a call before it")
     check_refused(
         run_either(worlds("gloo", 2), interpreted, steps, op, comes_too_late, False),
         REFUSED,

@@ -108,12 +108,6 @@ def wait(
 
 
 @gluon.jit
-def expire(peers, index, unit, expected, seen):
-    """Report a wait that timed out; see ``signal.expire``."""
-    signal.expire(peers.control, peers.report, index, unit, expected, seen)
-
-
-@gluon.jit
 def faulted(peers):
     """Non-zero once a wait of this rank has timed out."""
     return gl.load(peers.control + FAULT, volatile=True)

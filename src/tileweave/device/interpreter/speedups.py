@@ -336,7 +336,8 @@ def _on_host(self: Any, args: Any, kwargs: Any) -> Any:
 
 def _copied_back(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_on_host: Any) -> None:
     """What was not copied by :func:`_on_host` need not be copied back."""
-    if not all(map(_is_on_host, (*args, *kwargs.values()))):
+    given, used = (*args, *kwargs.values()), (*on_host, *kwargs_on_host.values())
+    if any(before is not after for before, after in zip(given, used, strict=True)):
         _COPY_BACK(self, args, on_host, kwargs, kwargs_on_host)
 
 

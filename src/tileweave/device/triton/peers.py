@@ -92,12 +92,6 @@ def refuse_later(peers, epoch, index, unit):
 
 
 @triton.jit
-def expire(peers, index, unit, expected, seen):
-    """Report a wait that timed out; see ``signal.expire``."""
-    signal.expire(peers.control, peers.report, index, unit, expected, seen)
-
-
-@triton.jit
 def faulted(peers):
     """Non-zero once a wait of this rank has timed out."""
     return signal.faulted(peers.control)

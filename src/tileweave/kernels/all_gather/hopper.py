@@ -50,6 +50,7 @@ from tileweave.device.gluon.signal import stamp
 from tileweave.device.triton.tiles import Tiles
 from tileweave.kernels.all_gather.hopper_load import Operands, load_partition
 from tileweave.kernels.all_gather.hopper_move import move_partition
+from tileweave.kernels.all_gather.triton import scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -416,18 +417,7 @@ def launcher(
             step=parts.step,
             pitch=parts.pitch,
         ),
-        "num_producers": min(c.num_producers, s.num_programs),
-        "num_tiles": s.num_tiles,
-        "num_segments": s.num_segments,
-        "band_sources": s.band_sources,
-        "lead": s.lead,
-        "team": s.team,
-        "tile_rows": s.tile_rows,
-        "tile_cols": s.tile_cols,
-        "k_blocks": s.k_blocks,
-        "max_units": s.max_units(),
-        "chunk_rows": parts.chunk_rows,
-        "num_chunks": parts.chunks,
+        **scheduled(s, c, parts),
     }
     cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
     shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x

@@ -470,6 +470,24 @@ def all_gather_matmul_kernel(
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 
 
+def scheduled(s: TileSchedule, c: MatmulConfig, parts: Parts) -> dict[str, int]:
+    """The arguments, by name, that say which program computes what; both kernels have them."""
+    return {
+        "num_producers": min(c.num_producers, s.num_programs),
+        "num_tiles": s.num_tiles,
+        "num_segments": s.num_segments,
+        "band_sources": s.band_sources,
+        "lead": s.lead,
+        "team": s.team,
+        "tile_rows": s.tile_rows,
+        "tile_cols": s.tile_cols,
+        "k_blocks": s.k_blocks,
+        "max_units": s.max_units(),
+        "chunk_rows": parts.chunk_rows,
+        "num_chunks": parts.chunks,
+    }
+
+
 def launcher(
     peers: Peers, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None
 ) -> Launcher:
@@ -511,18 +529,7 @@ def launcher(
     fixed = {
         "peers": peers,
         "rank": parts.rank,
-        "num_producers": min(c.num_producers, s.num_programs),
-        "num_tiles": s.num_tiles,
-        "num_segments": s.num_segments,
-        "band_sources": s.band_sources,
-        "lead": s.lead,
-        "team": s.team,
-        "tile_rows": s.tile_rows,
-        "tile_cols": s.tile_cols,
-        "k_blocks": s.k_blocks,
-        "max_units": s.max_units(),
-        "chunk_rows": parts.chunk_rows,
-        "num_chunks": parts.chunks,
+        **scheduled(s, c, parts),
     }
     cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
 

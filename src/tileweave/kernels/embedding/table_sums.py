@@ -141,8 +141,8 @@ def table_of(meta, table, tables, last_key, DTYPE: tl.constexpr, ALIGN: tl.const
         column = tl.multiple_of(column, ALIGN)
     high = tl.load(word + WORDS + 1, mask=table + 1 < tables, other=last_key)
     state = tl.load(word + 5).to(tl.pointer_type(tl.float32), bitcast=True)
-    low, values = tl.load(word + 1), tl.load(word + 6)
-    return Target(target, low, high, dim, slot_column, column, state, values)
+    low, first_row = tl.load(word + 1), tl.load(word + 6)
+    return Target(target, low, high, dim, slot_column, column, state, first_row)
 
 
 @triton.jit
