@@ -310,6 +310,39 @@ def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, in
     worlds("gloo", size).run(parity.parity, cases, ONE_SHOT)
 
 
+CHUNKED = {
+    "two": replace(CONFIG, row_chunks=2, num_producers=1),
+    "four": replace(CONFIG, row_chunks=4, num_producers=2, tile_n=16),
+}
+
+
+@fused
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("chunks", CHUNKED)
+def test_chunks_of_rows(worlds: Worlds, size: int, chunks: str) -> None:
+    """Even and uneven last chunks, fewer rows than chunks, and a chunk with an empty shard."""
+    cases = [
+        case(37, 24, 33, bias=True, residual=True, norm=True),
+        case(36, 17, 20, "float16", integers=True, residual=True),
+        case(3, 40, 8, norm=True),
+        case(5, 3, 8, bias=True),
+    ]
+    worlds("gloo", size).run(parity.parity, cases, CHUNKED[chunks], PROGRAMS)
+
+
+@fused
+def test_many_calls_in_chunks_with_late_ranks(worlds: Worlds) -> None:
+    cases = [
+        case(9, 17, 24),
+        case(1, 20, 33, residual=True, norm=True),
+        case(70, 9, 20),
+        case(8, 7, 20, bias=True),
+    ]
+    worlds("gloo", 3).run(
+        parity.many_calls, cases, CHUNKED["four"], 6, 0.004, None, stall_in_the_kernel
+    )
+
+
 @fused
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(worlds: Worlds, dtype: str) -> None:

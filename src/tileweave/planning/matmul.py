@@ -284,6 +284,25 @@ def plan_all_to_all_matmul(
     )
 
 
+# Multiply-adds of a chunk that take about 25 us, enough to hide the host's work for its launches.
+_PRODUCTS_PER_CHUNK = 1 << 33
+_MIN_CHUNK_ROWS, _MAX_CHUNKS = 256, 8
+
+
+def _plan_chunks(p: Problem, machine: Machine) -> Plan[MatmulConfig]:
+    """The plan of an all-reduce of more rows than were measured: by sizes alone."""
+    reason = why_no_kernel(p.dtype, machine)
+    if reason is None and p.rows * p.cols > MOST_ELEMENTS:
+        reason = f"more than {MOST_ELEMENTS} elements of the result: kernels count them in 32 bits"
+    if reason is not None:
+        return Plan("unfused", reason)
+    chunks = min(
+        p.rows * p.cols * p.depth // _PRODUCTS_PER_CHUNK, p.rows // _MIN_CHUNK_ROWS, _MAX_CHUNKS
+    )
+    config = MatmulConfig("library", "sm", 64, 128, 64, 1, 8, row_chunks=max(chunks, 1))
+    return Plan("fused", f"{p.rows} rows, two shots", config)
+
+
 def plan_matmul_all_reduce(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
@@ -295,10 +314,7 @@ def plan_matmul_all_reduce(
         return refused
     if machine.backend != "cpu":
         if p.rows > MEASURED_ALL_REDUCE_ROWS:
-            return Plan(
-                "unfused",
-                f"no measurement shows the kernel ahead above {MEASURED_ALL_REDUCE_ROWS} rows",
-            )
+            return _plan_chunks(p, machine)
         return _plan_gpu(
             "matmul_all_reduce",
             p,

@@ -48,7 +48,7 @@ class MatmulConfig(_CachedHash):
         (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
         ``"copy_engine"``).
     num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
-        whatever else runs.
+        whatever else runs. With ``row_chunks``: those that communicate while cuBLAS multiplies.
     split_tail : cut the tiles that do not fill a last wave along K.
     band_sources : sources of an all-gather whose tiles form one band.
     cut_bands : whether each band is a segment with waves of its own; see
@@ -57,6 +57,8 @@ class MatmulConfig(_CachedHash):
     own_first : compute the own shard alone before the bands; otherwise it is in the first band.
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
         rank sums its part and sends the result to the others.
+    row_chunks : of an all-reduce (``"library"`` only): the result is made in so many chunks of
+        rows, of which one is reduced while cuBLAS multiplies the next. Fewer, where rows are few.
     """
 
     kernel: KernelName
@@ -75,6 +77,7 @@ class MatmulConfig(_CachedHash):
     team: int = 1
     own_first: bool = True
     shots: int = 2
+    row_chunks: int = 1
 
     __hash__ = _CachedHash.__hash__
 
@@ -88,7 +91,13 @@ class MatmulConfig(_CachedHash):
         if self.kernel == "library" and self.transport == "copy_engine":
             return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":
-            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}"
+            tile = f"{self.tile_m}x{self.tile_n}"
+            if self.row_chunks > 1:
+                return (
+                    f"cuBLAS on {self.row_chunks} chunks of rows, each with a launch by tiles of "
+                    f"{tile}, of {self.num_producers} programs while the next is multiplied"
+                )
+            return f"cuBLAS, then one launch by tiles of {tile}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
 

@@ -2,5 +2,5 @@
 first.
 
 ``one_shot.py``: few rows, matmul and sum in one launch. ``collective.py``: reductions and exchanges
-of a finished product, in one launch that follows cuBLAS.
+of a finished product, in one launch that follows cuBLAS. ``norm.py``: RMSNorm of a result's rows.
 """

@@ -221,9 +221,14 @@ def launcher(
     config: MatmulConfig,
     reduce: bool,
     gather: bool,
+    most_programs: int | None = None,
 ) -> Launcher:
     """Launches for one shape, called with (x, out, bias or None, residual or None); the caller
-    checks them."""
+    checks them.
+
+    most_programs : fewer than the device has room for, where another kernel runs concurrently. The
+        same on every rank.
+    """
     block = config.tile_m * config.tile_n
     per_sm = max(1, WARPS // config.num_warps) if reduce and gather else 1
     choices = Choices(world_size, triton.next_power_of_2(world_size - 1), block, reduce, gather)
@@ -252,6 +257,6 @@ def launcher(
         aligned = [word % 16 == 0 for word in words]
         return Call((bias is None, residual is None, *aligned), words, changing)
 
-    programs = min(num_sms * per_sm, cdiv(shards.size, block))
+    programs = min(most_programs or num_sms * per_sm, num_sms * per_sm, cdiv(shards.size, block))
     fixed = {"peers": peers, "rank": rank, "shards": shards}
     return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)
