@@ -26,6 +26,7 @@ from tileweave.ops.core.registry import (
     rank_and_size,
     workspace_of,
 )
+from tileweave.planning import choices
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.transport.workspace import REGISTRY
@@ -235,6 +236,14 @@ def _plan(
 ) -> Plan:
     problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
     return planner(problem, machine, interpreted)
+
+
+def _forget_plans() -> None:
+    _plan.cache_clear()
+    REGISTRY.forget_plans()
+
+
+choices.on_change(_forget_plans)
 
 
 def accept(
