@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from tileweave.planning import choices
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import (
     MOST_ELEMENTS,
@@ -107,7 +108,7 @@ def plan_all_gather_matmul(
 ) -> Plan[MatmulConfig]:
     """The plan of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
-    early = _unmeasured_plan(p, machine, interpreting, "gather", "a shard")
+    early = _unmeasured_plan("all_gather_matmul", p, machine, interpreting, "gather", "a shard")
     if early is not None:
         return early
     plan = _plan_gpu(
@@ -178,14 +179,23 @@ def _without_fusion(
 
 
 def _unmeasured_plan(
-    p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str
+    op: str, p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str
 ) -> Plan[MatmulConfig] | None:
-    """The plan of a call that needs no measured table, because it is not fused or is interpreted;
-    else None."""
-    refused = _without_fusion(p, machine, interpreting, purpose)
-    if refused is not None or machine.backend != "cpu":
-        return refused
+    """The plan of a call that needs no prediction: it is not fused, it was measured or it is
+    interpreted; else None."""
+    early = _without_fusion(p, machine, interpreting, purpose) or _chosen_plan(op, p)
+    if early is not None or machine.backend != "cpu":
+        return early
     return _plan_cpu(p, of_what)
+
+
+def _chosen_plan(op: str, p: Problem) -> Plan[MatmulConfig] | None:
+    """The plan of a problem that was measured on this machine, or that is forced; else None."""
+    choice = choices.find(op, p)
+    if choice is None:
+        return None
+    reason = "forced" if choice.us is None else f"measured here: {choice.us:.1f} us"
+    return Plan("unfused" if choice.config is None else "fused", reason, choice.config)
 
 
 def _plan_cpu(p: Problem, of_what: str) -> Plan[MatmulConfig]:
@@ -236,7 +246,7 @@ def plan_matmul_reduce_scatter(
     """The plan of a matmul_reduce_scatter. ``rows`` = M/R, the rows of one rank's result; ``cols``
     = N; ``depth`` = K/R."""
     p = problem
-    early = _unmeasured_plan(p, machine, interpreting, "reduce", "a rank's result")
+    early = _unmeasured_plan("matmul_reduce_scatter", p, machine, interpreting, "reduce", "a rank's result")
     if early is not None:
         return early
     return _plan_gpu(
@@ -254,7 +264,7 @@ def plan_matmul_all_to_all(
     """The plan of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
     K."""
     p = problem
-    early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
+    early = _unmeasured_plan("matmul_all_to_all", p, machine, interpreting, "exchange", "a part")
     if early is not None:
         return early
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
@@ -272,7 +282,7 @@ def plan_all_to_all_matmul(
     """The plan of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
     ``cols`` = N."""
     p = problem
-    early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
+    early = _unmeasured_plan("all_to_all_matmul", p, machine, interpreting, "exchange", "a part")
     if early is not None:
         return early
     return _plan_gpu(
@@ -309,9 +319,11 @@ def plan_matmul_all_reduce(
     """The plan of a matmul_all_reduce. ``rows`` = M, the rows of the whole result; ``cols`` = N;
     ``depth`` = K/R."""
     p = problem
-    refused = _without_fusion(p, machine, interpreting, "reduce")
-    if refused is not None:
-        return refused
+    early = _without_fusion(p, machine, interpreting, "reduce") or _chosen_plan(
+        "matmul_all_reduce", p
+    )
+    if early is not None:
+        return early
     if machine.backend != "cpu":
         if p.rows > MEASURED_ALL_REDUCE_ROWS:
             return _plan_chunks(p, machine)

@@ -455,6 +455,11 @@ class Registry:
             if group_name in (None, key[0]):
                 workspace.check()
 
+    def forget_plans(self) -> None:
+        """Have every call planned anew."""
+        for workspace in self._workspaces.values():
+            workspace.accepted.clear()
+
     def synchronize(self, group_name: str | None = None) -> None:
         for key, workspace in self._workspaces.items():
             if group_name in (None, key[0]):
