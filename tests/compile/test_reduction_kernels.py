@@ -151,12 +151,21 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
 
 
 @functools.cache
-def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compiled:
+def compile_exchange(
+    reduce: bool, gather: bool, target: str = "sm_90", one_shot: bool = False
+) -> Compiled:
     """With bias and residual where something is reduced; neither is an all-to-all."""
-    shard, dtype = 16 * COLS, torch.bfloat16
+    dtype = torch.bfloat16
     x, out = (torch.empty(WORLD_SIZE * 16, COLS, dtype=dtype) for _ in range(2))
-    peers = endpoint(exchange.slot_elements(shard, WORLD_SIZE, reduce, gather), dtype)
-    shards = exchange.Shards(shard, WORLD_SIZE * shard, COLS)
+    if not reduce:
+        shards = exchange.Shards.in_a_row(16 * COLS, not gather)
+    elif gather:
+        shards = exchange.Shards.of_columns(16 * WORLD_SIZE, COLS, COLS, WORLD_SIZE)
+    elif one_shot:
+        shards = exchange.Shards.of_all(16 * WORLD_SIZE, COLS, COLS)
+    else:
+        shards = exchange.Shards.of_rows(16, COLS, COLS)
+    peers = endpoint(exchange.slot_elements(shards, WORLD_SIZE, reduce, gather, one_shot), dtype)
     launcher = exchange.launcher(peers, WORLD_SIZE, RANK, shards, 132, LIBRARY, reduce, gather)
     extras = (torch.empty(COLS, dtype=dtype), torch.empty_like(out)) if reduce else ()
     return compile_one(lambda: launcher(x, out, *extras), target)
@@ -167,12 +176,20 @@ def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compi
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("reduce", "gather"),
-    [(True, False), (False, True), (True, True), (False, False)],
-    ids=["rs", "ag", "ar", "a2a"],
+    ("reduce", "gather", "one_shot"),
+    [
+        (True, False, False),
+        (False, True, False),
+        (True, True, False),
+        (False, False, False),
+        (True, False, True),
+    ],
+    ids=["rs", "ag", "ar", "a2a", "ar_one_shot"],
 )
-def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str) -> None:
-    compiled = compile_exchange(reduce, gather, target)
+def test_the_exchange_fits_every_target(
+    reduce: bool, gather: bool, one_shot: bool, target: str
+) -> None:
+    compiled = compile_exchange(reduce, gather, target, one_shot)
     assert compiled.name == "exchange_kernel"
     assert compiled.registers is not None and compiled.registers <= 168
     assert compiled.spills is not None and compiled.spills <= STACK

@@ -311,15 +311,16 @@ def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, in
 
 
 CHUNKED = {
-    "two": replace(CONFIG, row_chunks=2, num_producers=1),
-    "four": replace(CONFIG, row_chunks=4, num_producers=2, tile_n=16),
+    "rows": replace(CONFIG, row_chunks=3, num_producers=1),
+    "columns": replace(CONFIG, col_chunks=4, num_producers=2, tile_n=16),
+    "both, one shot": replace(CONFIG, row_chunks=2, col_chunks=2, shots=1),
 }
 
 
 @fused
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("chunks", CHUNKED)
-def test_chunks_of_rows(worlds: Worlds, size: int, chunks: str) -> None:
+def test_chunks(worlds: Worlds, size: int, chunks: str) -> None:
     """Even and uneven last chunks, fewer rows than chunks, and a chunk with an empty shard."""
     cases = [
         case(37, 24, 33, bias=True, residual=True, norm=True),
@@ -339,7 +340,7 @@ def test_many_calls_in_chunks_with_late_ranks(worlds: Worlds) -> None:
         case(8, 7, 20, bias=True),
     ]
     worlds("gloo", 3).run(
-        parity.many_calls, cases, CHUNKED["four"], 6, 0.004, None, stall_in_the_kernel
+        parity.many_calls, cases, CHUNKED["columns"], 6, 0.004, None, stall_in_the_kernel
     )
 
 

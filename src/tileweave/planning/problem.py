@@ -48,7 +48,8 @@ class MatmulConfig(_CachedHash):
         (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
         ``"copy_engine"``).
     num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
-        whatever else runs. With ``row_chunks``: those that communicate while cuBLAS multiplies.
+        whatever else runs. With chunks of a reduction: those that
+        communicate while cuBLAS multiplies.
     split_tail : cut the tiles that do not fill a last wave along K.
     band_sources : sources of an all-gather whose tiles form one band.
     cut_bands : whether each band is a segment with waves of its own; see
@@ -56,9 +57,11 @@ class MatmulConfig(_CachedHash):
     team : programs that share columns of w in the tiles that are cut along K.
     own_first : compute the own shard alone before the bands; otherwise it is in the first band.
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
-        rank sums its part and sends the result to the others.
-    row_chunks : of an all-reduce (``"library"`` only): the result is made in so many chunks of
-        rows, of which one is reduced while cuBLAS multiplies the next. Fewer, where rows are few.
+        rank sums its part and sends the result to the others, which is fewer bytes from three ranks
+        on.
+    row_chunks, col_chunks : of a reduction (``"library"`` only): the result is made in at most so
+        many chunks of rows (of an all-reduce) times so many of columns, of which one is reduced
+        while cuBLAS multiplies the next. Chunks of columns read w once, chunks of rows read x once.
     """
 
     kernel: KernelName
@@ -78,6 +81,7 @@ class MatmulConfig(_CachedHash):
     own_first: bool = True
     shots: int = 2
     row_chunks: int = 1
+    col_chunks: int = 1
 
     __hash__ = _CachedHash.__hash__
 
@@ -92,10 +96,12 @@ class MatmulConfig(_CachedHash):
             return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":
             tile = f"{self.tile_m}x{self.tile_n}"
-            if self.row_chunks > 1:
+            cuts = ((self.row_chunks, "rows"), (self.col_chunks, "columns"))
+            cut = " by ".join(f"{count} chunks of {what}" for count, what in cuts if count > 1)
+            if cut:
                 return (
-                    f"cuBLAS on {self.row_chunks} chunks of rows, each with a launch by tiles of "
-                    f"{tile}, of {self.num_producers} programs while the next is multiplied"
+                    f"cuBLAS on {cut}, each with a launch by tiles of {tile}, of "
+                    f"{self.num_producers} programs while the next is multiplied"
                 )
             return f"cuBLAS, then one launch by tiles of {tile}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"

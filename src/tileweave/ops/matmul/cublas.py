@@ -1,6 +1,7 @@
 """Operators whose matmul is that of cuBLAS.
 
-One kernel communicates before or after the matmul. This is for sizes where communication is too
+One kernel communicates before or after the matmul (``reduce_by_cublas.py`` has those that reduce
+its result). This is for sizes where communication is too
 short to overlap, and cuBLAS is faster than a matmul that waits for peers (decision 0014). An
 all-gather may also be multiplied by cuBLAS one shard at a time, as copy engines bring the shards,
 where our matmul is slower (decision 0016). Tables and planners choose (``MatmulConfig.kernel ==
@@ -11,13 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from tileweave.kernels.all_reduce.collective import ALIGN, Shards, launcher, slot_elements
+from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops import reference
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import begin_gather
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace
 
@@ -41,9 +41,7 @@ def gather_then_multiply(
     given."""
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(
-        workspace, op, config, x.contiguous(), whole, x.numel(), False, True, checksum=checksum
-    )
+    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), True, checksum)
     _multiply(whole, w, bias, out)
 
 
@@ -78,29 +76,6 @@ def _multiply(
         torch.addmm(bias, x, w.t(), out=out)
 
 
-def multiply_then_reduce(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual.
-
-    ``out`` has M rows, or this rank's M / R.
-    """
-    partial = torch.mm(x, w.t())
-    size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
-    shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
-    _exchange(
-        workspace, op, config, partial, out, shard, True, everywhere, bias, residual, checksum
-    )
-
-
 def multiply_then_exchange(
     workspace: Workspace,
     op: str,
@@ -119,9 +94,7 @@ def multiply_then_exchange(
         parts,
         how,
         out,
-        lambda got: _exchange(
-            workspace, op, config, parts, got, part, False, False, checksum=checksum
-        ),
+        lambda got: _exchange(workspace, op, config, parts, got, part, False, checksum),
     )
 
 
@@ -132,21 +105,18 @@ def _exchange(
     x: torch.Tensor,
     out: torch.Tensor,
     shard: int,
-    reduce: bool,
     gather: bool,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     checksum: int = 0,
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
     key = (x.shape, x.dtype, config)
     launch = instance.cache.get(key)
     if launch is None:
-        launch = _launcher(workspace, instance, config, x, shard, reduce, gather)
+        launch = _launcher(workspace, instance, config, x, shard, gather)
         instance.keep(key, launch)
     instance.begin(checksum)
     try:
-        launch(x, out, bias, residual)  # type: ignore[operator]
+        launch(x, out)  # type: ignore[operator]
     finally:
         instance.launched()
 
@@ -157,20 +127,18 @@ def _launcher(
     config: MatmulConfig,
     x: torch.Tensor,
     shard: int,
-    reduce: bool,
     gather: bool,
 ) -> Launcher:
     transport = workspace.transport
-    size = transport.world_size
-    instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
-    total = size * x.numel() if gather and not reduce else x.numel()
+    size, shards = transport.world_size, Shards.in_a_row(shard, not gather)
+    instance.reserve(slot_elements(shards, size, False, gather) * x.element_size())
     return launcher(
         endpoint(instance, x.dtype),
         size,
         transport.rank,
-        Shards(shard, total, x.shape[-1]),
+        shards,
         transport.machine.num_sms,
         config,
-        reduce,
+        False,
         gather,
     )

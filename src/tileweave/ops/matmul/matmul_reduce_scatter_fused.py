@@ -40,9 +40,9 @@ def run_fused(
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_reduce
+        from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
 
-        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
+        multiply_then_reduce(workspace, OP, x, w, Added(bias), out, None, config, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
