@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
+from tileweave.ops.core.operator import operator
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
@@ -50,8 +51,10 @@ def define(
     LIBRARY.define(schema)
     if "!)" in schema:
         implementation = _counting_versions(schema, implementation)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, _as_given(schema, key.lower(), implementation), key)
+    given = {key: _as_given(schema, key.lower(), implementation) for key in ("CPU", "CUDA")}
+    for key, one in given.items():
+        LIBRARY.impl(name, one, key)
+    operator(name).define(*given.values(), backward, setup_context)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
@@ -59,6 +60,8 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def all_to_all_matmul(
@@ -129,12 +132,10 @@ def all_to_all_matmul(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
     )
     if out is not None:
-        torch.ops.tileweave.all_to_all_matmul.out(
-            rows, w, bias, scatter_dim, gather_dim, name, out=flat
-        )
+        _INTO_OUT(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
+    y, _ = _OPERATOR(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
         lead, _ = how.result(x.shape[0], x.shape[-1], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
@@ -56,6 +57,8 @@ from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
 
 EPS = 1e-6
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def matmul_all_reduce(
@@ -137,13 +140,11 @@ def matmul_all_reduce(
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     if out is not None:
-        torch.ops.tileweave.matmul_all_reduce.out(
+        _INTO_OUT(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
         return out if residual_out is None else (out, residual_out)
-    y, kept = torch.ops.tileweave.matmul_all_reduce(
-        rows, w, bias, given, norm_weight, norm_eps, name
-    )
+    y, kept = _OPERATOR(rows, w, bias, given, norm_weight, norm_eps, name)
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
