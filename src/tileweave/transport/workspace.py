@@ -32,6 +32,7 @@ GATHER = "gather"  # the kind of instance of a gather that runs concurrently wit
 COPIED = ("copy_engine", GATHER)
 MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
+_SET = protocol.REPORT_SET
 
 
 class _Call(threading.local):
@@ -262,18 +263,20 @@ class Instance:
         mark : a checksum of the call, which is compared with those of peers; 0: not compared.
         region : the region of its result, if it has one.
         """
-        self.check()
+        if self._report[_SET]:
+            self.check()
         capturing = self.transport.capturing()
         if capturing:
             self.captured = True
             self._hold()
         if mark:
-            calls = self.ledger.calls
+            ledger = self.ledger
+            calls = ledger.calls
             try:
                 # a rank that has captured a call uses other slots than one that has not
-                self.ledger.post(self.op, mark + self.captured)
+                ledger.post(self.op, mark + self.captured)
             finally:
-                CALL.posted = self.ledger.calls > calls
+                CALL.posted = ledger.calls > calls
         stream = self.transport.order()
         if region is not None and not capturing:
             self.regions.order(region, stream)
@@ -380,6 +383,8 @@ class Registry:
     def belongs(self, group_name: str, group: object) -> None:
         """Note that ``group`` has this name. If a destroyed group had it before, close the
         workspaces of that one, whose ranks may differ."""
+        if self._groups.get(group_name) is group:
+            return
         if self._of_parent and any(
             group is one for _, groups in self._of_parent for one in groups.values()
         ):

@@ -137,7 +137,9 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
     name, arguments = schema.split("(", 1)[0], _arguments(schema)
     tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
     group_at = next((at for at, words in enumerate(arguments) if words[1] == "group_name"), None)
-    on_gpu = kind == "cuda"
+    on_gpu, is_any_autocast_enabled = kind == "cuda", torch._C._is_any_autocast_enabled
+    # torch.cuda.current_device() also initialises CUDA
+    current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(
@@ -147,11 +149,11 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
                 f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
                 "torch.autograd.grad); remedy: call on tensors without tangents"
             )
-        if torch.is_autocast_enabled(kind):
+        if is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
         # -1: a tensor on the CPU, which the checks refuse
-        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):
+        if on_gpu and args[tensor_at].get_device() not in (-1, current_device()):
             with torch.cuda.device(args[tensor_at].device):
                 return call(*args, **kwargs)
         group_name = group_at and args[group_at]
@@ -338,7 +340,7 @@ def push_with_launch(
     """
     transport, launched = instance.transport, False
     try:
-        transport.push(copies, given, launch=launch)
+        transport.push(copies, given, 0, launch, capturing)
         instance.calls += 1
         CALL.posted = False  # the call has been made
         launched = transport.device.type == "cuda"
