@@ -100,6 +100,7 @@ class Instance:
     captured : whether a CUDA graph has a call, so that the host does not know the epoch.
     calls : the number of the next call whose copies are pushed; outside of graphs its parity is the
         slot.
+    version : changes when addresses change, and with them what was made for calls.
     """
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
@@ -138,6 +139,7 @@ class Instance:
         self.captured = False
         self.calls = 1
         self.cache: dict[object, object] = {}
+        self.version = 0
 
     @contextmanager
     def _set_up(self) -> Iterator[None]:
@@ -229,6 +231,7 @@ class Instance:
 
     def _forget(self) -> None:
         """Empty the cache, because addresses change; a cache that a graph needs is replaced."""
+        self.version += 1
         if any(self.cache is one for one in self._held):
             self.cache = {}
         else:
@@ -355,6 +358,7 @@ class Workspace:
         for instance in self.instances.values():
             instance.close()
         self.instances.clear()
+        self.accepted.clear()
         self.ledger.close()
         self.transport.close()
 

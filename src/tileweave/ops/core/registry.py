@@ -36,6 +36,9 @@ from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 Group = dist.ProcessGroup | DeviceMesh | str
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
+# os.environ.get() takes 1 us: it encodes the name, and catches an exception
+_VARIABLES = getattr(os.environ, "_data", None)
+_DEBUG = getattr(os.environ, "encodekey", str)("TILEWEAVE_DEBUG")
 _SAID: set[tuple[str, str]] = set()  # (operator, what was logged about its calls)
 
 
@@ -208,7 +211,7 @@ def refuse_second_derivative(name: str) -> NoReturn:
 
 def name_of(group: Group | None) -> str:
     """The name of ``group``, which operators take in place of a group. None: the default group."""
-    if isinstance(group, DeviceMesh):
+    if group is not None and isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InputError(
                 f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
@@ -393,6 +396,8 @@ def log_copy(op: str, name: str) -> None:
 def debugging() -> bool:
     """Whether ranks compare all of each call before it, and wait for its end:
     ``TILEWEAVE_DEBUG=1``."""
+    if _VARIABLES is not None and _DEBUG not in _VARIABLES:
+        return False
     text = os.environ.get("TILEWEAVE_DEBUG", "0")
     if text not in ("", "0", "1"):
         raise InputError(
