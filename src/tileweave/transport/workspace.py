@@ -113,7 +113,7 @@ class Instance:
             ledger or Ledger(),
             copied,
         )
-        self.world_size, self._interpreted = transport.world_size, transport.device.type == "cpu"
+        self.world_size, self.interpreted = transport.world_size, transport.device.type == "cpu"
         self.layout = protocol.SignalLayout(self.world_size)
         with self._set_up():
             self._signals = transport.allocate(4 * self.layout.num_words)
@@ -289,7 +289,7 @@ class Instance:
         """Call this after each launch, even one that raised. An interpreted kernel has ended by
         now; a wait that timed out raised an error of the interpreter, and this one says more.
         Kernels on a device are checked when the next call begins."""
-        if self._interpreted:
+        if self.interpreted:
             self.check()
 
     def check(self) -> None:

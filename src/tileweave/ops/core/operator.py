@@ -22,7 +22,7 @@ _has_function_mode = torch._C._is_torch_function_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_transform = torch._C._are_functorch_transforms_active
 _traces = torch._C._get_tracing_state
-_profiles = torch._C._autograd._profiler_enabled
+_profiles = torch.autograd._profiler_enabled
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
@@ -55,7 +55,11 @@ class Operator:
             return result
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._recorded = type(self.name, (torch.autograd.Function,), methods).apply
+        kind = type(self.name, (torch.autograd.Function,), methods)
+        base: Any = super(torch.autograd.Function, kind)
+        # apply() of Function itself looks for transforms, as _around_torch does, and for a
+        # setup_context() of its own
+        self._recorded = base.apply
 
     def __call__(self, *args: Any, **results: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -59,13 +59,23 @@ def define(
         implementation = _counting_versions(schema, implementation)
     given = {key: _as_given(schema, key.lower(), implementation) for key in ("CPU", "CUDA")}
     for key, one in given.items():
-        LIBRARY.impl(name, one, key)
-    operator(name).define(*given.values(), backward, setup_context)
+        LIBRARY.impl(name, _with_all_results(one) if "-> (Tensor, " in schema else one, key)
+    operator(name).define(given["CPU"], given["CUDA"], backward, setup_context)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
             f"tileweave::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
+
+
+def _with_all_results(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace results that are None by empty tensors, since a schema has no optional results."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        found = implementation(*args, **kwargs)
+        return tuple(args[0].new_empty(0) if one is None else one for one in found)
+
+    return call
 
 
 def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,18 +221,6 @@ def refuse_second_derivative(name: str) -> NoReturn:
 
 def name_of(group: Group | None) -> str:
     """The name of ``group``, which operators take in place of a group. None: the default group."""
-    if group is not None and isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError(
-                f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
-                "dimension; remedy: pass mesh[dimension], or mesh.get_group(dimension)"
-            )
-        group = group.get_group()
-    if isinstance(group, str):
-        # modules keep names, and torch may give a name to another group later
-        if not torch.compiler.is_compiling():
-            REGISTRY.look_up(group, _resolved)
-        return group
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -230,9 +228,20 @@ def name_of(group: Group | None) -> str:
                 "asked: an operator over the default group; allowed: after torch.distributed is "
                 "initialised; remedy: call torch.distributed.init_process_group, or pass group="
             )
-    elif not isinstance(
-        group, dist.ProcessGroup
-    ):  # new_group returns such to ranks that are no members
+    elif isinstance(group, str):
+        # modules keep names, and torch may give a name to another group later
+        if not torch.compiler.is_compiling():
+            REGISTRY.look_up(group, _resolved)
+        return group
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
+                "dimension; remedy: pass mesh[dimension], or mesh.get_group(dimension)"
+            )
+        group = group.get_group()
+    elif not isinstance(group, dist.ProcessGroup):
+        # new_group returns such to ranks that are no members
         raise InputError(
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, its name, "
             "or a DeviceMesh of one dimension; remedy: call on members only"
@@ -356,7 +365,7 @@ def push_with_launch(
         transport.push(copies, given, 0, launch, capturing)
         instance.calls += 1
         CALL.posted = False  # the call has been made
-        launched = transport.device.type == "cuda"
+        launched = not instance.interpreted
     finally:
         # On a GPU the kernel ends after the copies: it waits for the signal that follows the last
         # of them. To wait for an event as well would cost the host 5 us. A capture must join every

@@ -168,7 +168,7 @@ def _forward(
     return_gathered: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     chosen = accept(
         OP,
         group_name,
@@ -186,7 +186,7 @@ def _forward(
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, x.new_empty(0) if gathered is None else gathered
+    return y, gathered
 
 
 def _unfused(
@@ -197,10 +197,10 @@ def _unfused(
     out: torch.Tensor | None,
     keep: bool,
     chosen: Plan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     log_fallback(OP, chosen)
     y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
-    return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
+    return y, (gathered.clone() if gathered is x else gathered) if keep else None
 
 
 def _fake(

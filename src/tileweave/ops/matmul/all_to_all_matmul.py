@@ -202,7 +202,7 @@ def _forward(
     keep: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     how = Exchange(scatter_dim, gather_dim)
     options = (scatter_dim, gather_dim, keep)
     chosen = accept(
@@ -222,12 +222,12 @@ def _forward(
             x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
         )
         exchanged = exchanged.clone() if exchanged is x else exchanged
-        return y, exchanged if keep else x.new_empty(0)
+        return y, exchanged if keep else None
     rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     kept = x.new_empty(rows, depth) if keep else None
     run_fused(x, w, bias, y, kept, group_name, chosen, how=how)
-    return y, x.new_empty(0) if kept is None else kept
+    return y, kept
 
 
 def _fake(
@@ -286,7 +286,8 @@ def _like(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, w, _, *ctx.how, keep = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
+    if output[1] is not None:
+        ctx.mark_non_differentiable(output[1])
     require(
         keep or not ctx.needs_input_grad[1],
         "keep=False with a weight that requires a gradient",

@@ -262,11 +262,11 @@ def _forward(
         y, kept = reference.matmul_all_reduce(
             x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out
         )
-        return y, x.new_empty(0) if kept is None else kept
+        return y, kept
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
-    return y, x.new_empty(0) if kept is None and out is None else kept
+    return y, kept
 
 
 def _fake(
