@@ -39,6 +39,8 @@ _LOG = logging.getLogger("tileweave")
 # os.environ.get() takes 1 us: it encodes the name, and catches an exception
 _VARIABLES = getattr(os.environ, "_data", None)
 _DEBUG = getattr(os.environ, "encodekey", str)("TILEWEAVE_DEBUG")
+# torch.cuda.current_device() also initialises CUDA
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _SAID: set[tuple[str, str]] = set()  # (operator, what was logged about its calls)
 
 
@@ -154,8 +156,6 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
     tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
     group_at = next((at for at, words in enumerate(arguments) if words[1] == "group_name"), None)
     on_gpu, is_any_autocast_enabled = kind == "cuda", torch._C._is_any_autocast_enabled
-    # torch.cuda.current_device() also initialises CUDA
-    current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(
@@ -169,7 +169,7 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
         # -1: a tensor on the CPU, which the checks refuse
-        if on_gpu and args[tensor_at].get_device() not in (-1, current_device()):
+        if on_gpu and args[tensor_at].get_device() not in (-1, _current_device()):
             with torch.cuda.device(args[tensor_at].device):
                 return call(*args, **kwargs)
         group_name = group_at and args[group_at]
