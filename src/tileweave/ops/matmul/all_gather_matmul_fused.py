@@ -56,13 +56,8 @@ def run_fused(
             multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
         return
     source = x.data_ptr()
-
-    def make(workspace: Workspace) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-        call = _fused_call(workspace, x, w, config, how)
-        return call.instance, (call, call.launcher(x, w))
-
     aligned = (source | w.data_ptr()) & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, x.device, make)
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
@@ -73,6 +68,17 @@ def run_fused(
         launch(x, w, bias, out, gathered, 0, trace)
     finally:
         instance.launched()
+
+
+def _make(
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: MatmulConfig,
+    how: Exchange | None,
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, config, how)
+    return call.instance, (call, call.launcher(x, w))
 
 
 @dataclass(slots=True)

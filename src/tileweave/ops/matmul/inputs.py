@@ -273,21 +273,22 @@ def ready(
     chosen: Plan[MatmulConfig],
     key: object,
     group_name: str,
-    device: torch.device,
-    make: Callable[[Workspace], tuple[Instance, T]],
+    make: Callable[..., tuple[Instance, T]],
+    x: torch.Tensor,
+    *more: object,
 ) -> tuple[Instance, T]:
-    """What calls of plan ``chosen`` need of the workspace: an instance, and what ``make`` made for
-    it. Looked up once per signature, and again when memory of the instance has moved.
+    """What calls of plan ``chosen`` need of the workspace: an instance, and what was made for it.
+    Made once per signature, and again when memory of the instance has moved.
 
     key : of calls of one signature that need different things, such as other alignment.
+    make : ``make(workspace, x, *more)`` makes both.
     """
     if type(chosen) is not Accepted:  # tests, the tuner and the tracer pass plans of their own
-        return make(workspace_of(group_name, device))
+        return make(workspace_of(group_name, x.device), x, *more)
     found = chosen.ready.get(key)
     if found is not None and found[0] == found[1].version:
         return found[1], found[2]
-    assert chosen.workspace is not None, "accept() has set it"
-    instance, made = make(chosen.workspace)
+    instance, made = make(chosen.workspace, x, *more)
     chosen.ready[key] = instance.version, instance, made
     return instance, made
 

@@ -51,13 +51,8 @@ def run_fused(
         workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
         return
-
-    def make(workspace: Workspace) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-        call = _fused_call(workspace, x, w, how, config)
-        return call.instance, (call, call.launcher(x, w, out))
-
     aligned = (x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, x.device, make)
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, how, config)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
         try:
@@ -74,6 +69,18 @@ def run_fused(
         out.data_ptr(),
         capturing,
     )
+
+
+def _make(
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    how: Exchange,
+    config: MatmulConfig,
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, how, config)
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)

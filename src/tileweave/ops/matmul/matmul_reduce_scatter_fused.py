@@ -45,13 +45,8 @@ def run_fused(
         workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
         return
-
-    def make(workspace: Workspace) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-        call = _fused_call(workspace, x, w, config)
-        return call.instance, (call, call.launcher(x, w, out))
-
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, x.device, make)
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, config)
     staging = None if config.transport == "sm" else x.new_empty(call.staging_elements)
     capturing = instance.begin(chosen.checksum)
     if staging is None:
@@ -63,6 +58,13 @@ def run_fused(
     slot = copy_slot(instance)
     kernel = partial(launch, x, w, bias, out, staging, slot)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+
+
+def _make(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, config)
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)
