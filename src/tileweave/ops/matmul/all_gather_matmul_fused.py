@@ -46,6 +46,13 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library" and how is not None:
+        from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
+
+        exchange_then_multiply(
+            workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
+        )
+        return
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
 
