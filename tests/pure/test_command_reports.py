@@ -281,10 +281,10 @@ def a_report(op: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_bench_without_timed_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     report = a_report("all_gather_matmul", {})
-    code, said, _ = given(report, monkeypatch, "bench", "--smoke")
+    code, said, _ = given([report], monkeypatch, "bench", "--smoke")
     assert code == 1 and "nothing was timed: none of the chosen rivals can run here" in said
     report["cases"][0]["times"] = {"gemm": {"median_us": 1.0, "note": ""}}
-    assert given(report, monkeypatch, "bench", "--smoke")[0] == 0
+    assert given([report], monkeypatch, "bench", "--smoke")[0] == 0
     assert why_nothing({"cases": []}) == "no time for any case"
     assert why_nothing(a_report("all_gather_matmul", {}, right=False)) == "", (
         "WRONG is said elsewhere"

@@ -174,7 +174,7 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
         embedding_bag_all_to_all:
             the arguments of a call, with the largest batch.
 
-    group : ProcessGroup or str, optional
+    group : ProcessGroup, DeviceMesh or str, optional
         For all operators. None: the default group.
 
     backward : bool, optional

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
@@ -30,9 +31,11 @@ from tileweave.transport.call_ledger import NBYTES
 from tileweave.transport.interface import Copies, Transport
 from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
+# A process group, its name, or a DeviceMesh of one dimension.
+Group = dist.ProcessGroup | DeviceMesh | str
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
-_SAID: set[tuple[str, str]] = set()  # (operator, reason) of calls that ran unfused
+_SAID: set[tuple[str, str]] = set()  # (operator, what was logged about its calls)
 
 
 def define(
@@ -198,8 +201,15 @@ def refuse_second_derivative(name: str) -> NoReturn:
     )
 
 
-def name_of(group: dist.ProcessGroup | str | None) -> str:
+def name_of(group: Group | None) -> str:
     """The name of ``group``, which operators take in place of a group. None: the default group."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
+                "dimension; remedy: pass mesh[dimension], or mesh.get_group(dimension)"
+            )
+        group = group.get_group()
     if isinstance(group, str):
         # modules keep names, and torch may give a name to another group later
         if not torch.compiler.is_compiling():
@@ -216,8 +226,8 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
         group, dist.ProcessGroup
     ):  # new_group returns such to ranks that are no members
         raise InputError(
-            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its "
-            "name; remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
+            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, its name, "
+            "or a DeviceMesh of one dimension; remedy: call on members only"
         )
     name = group.group_name
     REGISTRY.belongs(name, group)
@@ -365,6 +375,14 @@ def log_fallback(op: str, plan: Plan) -> None:
     if plan.path == "unfused" and key not in _SAID:
         _SAID.add(key)
         _LOG.info("%s runs unfused: %s", op, plan.reason)
+
+
+def log_copy(op: str, name: str) -> None:
+    """Log once that calls of an operator copy an argument because it is not contiguous."""
+    key = (op, name)
+    if key not in _SAID:
+        _SAID.add(key)
+        _LOG.info("%s copies %s in each call: it is not contiguous", op, name)
 
 
 def debugging() -> bool:

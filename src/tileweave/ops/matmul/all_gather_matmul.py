@@ -35,7 +35,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
@@ -60,7 +60,7 @@ def all_gather_matmul(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     return_gathered: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +71,9 @@ def all_gather_matmul(
 
     Parameters
     ----------
-    x : [m, K] or [m, ..., K], contiguous
+    x : [m, K] or [m, ..., K]
         Row shard of this rank, with the same shape on every rank. Gathered along dimension 0.
+        Copied in each call if it is not contiguous.
 
     w : [n, K], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
@@ -80,8 +81,9 @@ def all_gather_matmul(
     bias : [n], optional
         Added to each row, with the dtype of x.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     return_gathered : bool
         Also return gather(x). The backward then keeps it and sends nothing again.
@@ -136,7 +138,7 @@ def _as_called(
     return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
-    rows, flat = as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
+    rows, flat = as_rows(x, w, OP), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
     if return_gathered:
         require(out is None, "out= with return_gathered=True", "one of them", "drop out=")
     return rows, flat

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -68,7 +68,7 @@ def all_to_all_matmul(
     *,
     scatter_dim: int,
     gather_dim: int,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exchange parts of x, and multiply what arrives: part p of x along ``scatter_dim`` goes to
@@ -79,9 +79,10 @@ def all_to_all_matmul(
 
     Parameters
     ----------
-    x : [M, K] or [M, ..., K], contiguous
+    x : [M, K] or [M, ..., K]
         With the same shape on every rank. All dimensions but the last are
         flattened to rows.
+        Copied in each call if it is not contiguous.
 
     w : [N, K'], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
@@ -98,8 +99,9 @@ def all_to_all_matmul(
         0 concatenates the R parts that arrive along rows, 1 along columns (along K'); in rank
         order.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : contiguous, optional
         Memory for the result, with its shape. Not with gradients.
@@ -151,7 +153,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
     """Return the exchange, and x and out as rows. Raises for what those no longer show."""
-    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
+    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w, OP)
     if x.dim() > 2:
         check_divides(how, x.shape[0], x.shape[-1], rank_and_size(group_name)[1], "x")
     return how, rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)

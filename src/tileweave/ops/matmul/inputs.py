@@ -17,10 +17,12 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
+    Group,
     checksum_of,
     debugging,
     group_of,
     interpreting,
+    log_copy,
     machine_of,
     name_of,
     rank_and_size,
@@ -37,8 +39,8 @@ Tensors = tuple[torch.Tensor | None, ...]
 RESULTS = ("out", "residual_out")  # names of the results of an operator, in order
 
 
-def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [rows, K], without a copy."""
+def as_rows(x: torch.Tensor, w: torch.Tensor, op: str) -> torch.Tensor:
+    """x [..., K] as [rows, K], copied if it is not contiguous."""
     if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
         require(
             False,
@@ -46,18 +48,23 @@ def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             "tensors",
             "pass a torch.Tensor",
         )
+    rows = contiguous(x, "x", op)
     if x.dim() == 2:
-        return x
+        return rows
     require(
         x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension"
     )
-    require(
-        x.is_contiguous(),
-        lambda: f"x with strides {x.stride()}",
-        "a contiguous x",
-        "pass x.contiguous()",
-    )
-    return x.flatten(0, -2)
+    return rows.flatten(0, -2)
+
+
+def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
+    """``tensor``, or a contiguous copy of it. Logs once per operator and argument that calls copy
+    it."""
+    if tensor.is_contiguous():
+        return tensor
+    if not torch.compiler.is_compiling():  # a compiler makes the copy part of its own kernels
+        log_copy(op, name)
+    return tensor.contiguous()
 
 
 def check_operands(
@@ -383,7 +390,7 @@ def explain_matmul(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None = None,
-        group: dist.ProcessGroup | str | None = None,
+        group: Group | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> Plan:
@@ -407,7 +414,7 @@ def warmup_matmul(call: Callable[..., object], explain: Callable[..., Plan]) -> 
         backward: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        group: dist.ProcessGroup | str | None = None,
+        group: Group | None = None,
     ) -> Plan:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
         call_for_warmup(call, x, w, backward, group=group)

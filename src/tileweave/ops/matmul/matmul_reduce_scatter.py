@@ -33,7 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import gather_and_multiply
 from tileweave.ops.matmul.inputs import (
@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by this rank's columns of a weight, and keep this rank's rows of the sum over ranks.
@@ -69,9 +69,10 @@ def matmul_reduce_scatter(
 
     Parameters
     ----------
-    x : [M, k] or [M, ..., k], contiguous
+    x : [M, k] or [M, ..., k]
         This rank's columns of the input, with the same shape on every rank. M is a multiple of the
         world size R.
+        Copied in each call if it is not contiguous.
 
     w : [N, k], rows or columns contiguous
         This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
@@ -80,8 +81,9 @@ def matmul_reduce_scatter(
     bias : [N], optional
         Added once. The same values on every rank.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : [M / R, ..., N], contiguous, optional
         Memory for the result. Not with gradients.
@@ -125,7 +127,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
-    rows = as_rows(x, w)
+    rows = as_rows(x, w, OP)
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
