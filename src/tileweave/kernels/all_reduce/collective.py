@@ -1,5 +1,5 @@
-"""exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of a finished product, in one
-launch that follows cuBLAS.
+"""exchange: an all-gather, or a reduce-scatter or all-reduce of a finished product, in one launch
+before or after cuBLAS.
 
     x     local: the own shard (all-gather), or all R shards
     out   local: all R shards; of a reduce-scatter the own one
@@ -14,9 +14,8 @@ Which rank writes, and which reads: a program has the same blocks of every shard
 stores its blocks of a peer's shard in that peer's slot. Of the own shard it takes what peers
 stored, adds it to its own in fp32, in order of ranks, then bias and residual if there are any, and
 rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes
-theirs. Both are an all-reduce. Neither is an all-to-all: blocks of a peer's shard go to that peer,
-and what peers stored for this rank is taken as it is. There is no signal and no fence: the data is
-self-signaling (``device/triton/self_signaling.py``).
+theirs. Both are an all-reduce. There is no signal and no fence: the data is self-signaling
+(``device/triton/self_signaling.py``).
 
 ``ONE_SHOT``, with ``REDUCE``, is an all-reduce, too: every rank has the whole for its shard. All
 ranks add in order of ranks, so that they have the same bits; from three ranks on the own partial
@@ -93,9 +92,9 @@ class Shards(NamedTuple):
     out_step: Any
 
     @classmethod
-    def in_a_row(cls, size: int, all_in_x: bool) -> Shards:
-        """``size`` consecutive elements each. ``all_in_x``: else x is the own shard."""
-        return cls(1, size, size, 0, 0, size if all_in_x else 0, 0, size)
+    def in_a_row(cls, size: int) -> Shards:
+        """``size`` consecutive elements each; x is the own shard."""
+        return cls(1, size, size, 0, 0, 0, 0, size)
 
     @classmethod
     def of_rows(cls, rows: int, cols: int, out_pitch: int) -> Shards:
@@ -230,8 +229,6 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
     ROWS: tl.constexpr = C.ROWS
     COLS: tl.constexpr = C.COLS
     PEERS: tl.constexpr = C.PEERS
-    SCATTER: tl.constexpr = C.REDUCE or not C.GATHER  # x has all shards
-    EACH: tl.constexpr = C.GATHER or not C.REDUCE  # finished shards of peers come
     PLACES: tl.constexpr = WORLD_SIZE if C.OWN_PLACE else WORLD_SIZE - 1
     x, out = tensors.x, tensors.out
     program, step = tl.program_id(0), tl.num_programs(0)
@@ -245,7 +242,7 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
     dtype: tl.constexpr = x.dtype.element_ty
     own = rank.to(tl.int64)
     lane = tl.arange(0, ROWS * COLS)
-    if SCATTER:
+    if C.REDUCE:
         for number in range(program, blocks, step):
             row, col = block_of(number, lane, shards, C)
             push_partials(x, peers, slot_offset, row, col, shards, rank, fault, C, dtype)
@@ -259,9 +256,8 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             )
             value = acc.to(dtype)
         else:
-            begin = x + own * shards.x_step + row.to(tl.int64) * shards.x_pitch
-            value = tl.load(begin + col, mask=mask)
-        if EACH or C.ONE_SHOT:
+            value = tl.load(x + row.to(tl.int64) * shards.x_pitch + col, mask=mask)
+        if C.GATHER or C.ONE_SHOT:
             value = expected_zero(value)
         if C.GATHER:
             sent = mask & (row < tl.where(fault == 0, shards.rows, 0))
@@ -269,8 +265,8 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             push_finished(value, peers, finished, at, sent, size, rank, WORLD_SIZE)
         target = out + own * shards.out_step + row.to(tl.int64) * shards.out_pitch
         tl.store(target + col, value, mask=mask)
-    if EACH:
-        if not SCATTER:
+    if C.GATHER:
+        if not C.REDUCE:
             leave_early(peers, epoch, step)
         peer = tl.arange(0, PEERS)[:, None]
         source = peer + (peer >= rank).to(tl.int32)

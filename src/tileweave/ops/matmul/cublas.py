@@ -13,13 +13,10 @@ from __future__ import annotations
 import torch
 
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
-from tileweave.kernels.runtime.launch import Launcher
-from tileweave.ops import reference
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import begin_gather
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.workspace import Instance, Workspace
+from tileweave.transport.workspace import Workspace
 
 INSTANCE = (
     "library"  # an instance of its own: its slots have another layout than those of a fused kernel
@@ -41,8 +38,8 @@ def gather_then_multiply(
     given."""
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), True, checksum)
-    _multiply(whole, w, bias, out)
+    _gather(workspace, op, config, x.contiguous(), whole, checksum)
+    multiply(whole, w, bias, out)
 
 
 def multiply_shards(
@@ -60,85 +57,51 @@ def multiply_shards(
     try:
         for source, shard in gathering.shards():
             part = slice(source * rows, (source + 1) * rows)
-            _multiply(shard, w, bias, out[part])
+            multiply(shard, w, bias, out[part])
             if gathered is not None:
                 gathered[part].copy_(shard)
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
 
-def _multiply(
+def multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
+    """out = x @ w.T + bias."""
     if bias is None:
         torch.mm(x, w.t(), out=out)
     else:
         torch.addmm(bias, x, w.t(), out=out)
 
 
-def multiply_then_exchange(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    how: Exchange,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = x [M, K] @ w [N, K].T + bias, with its parts exchanged."""
-    parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
-    part = parts[0].numel()
-    reference.exchange_parts(
-        parts,
-        how,
-        out,
-        lambda got: _exchange(workspace, op, config, parts, got, part, False, checksum),
-    )
-
-
-def _exchange(
+def _gather(
     workspace: Workspace,
     op: str,
     config: MatmulConfig,
     x: torch.Tensor,
-    out: torch.Tensor,
-    shard: int,
-    gather: bool,
-    checksum: int = 0,
+    whole: torch.Tensor,
+    checksum: int,
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
     key = (x.shape, x.dtype, config)
     launch = instance.cache.get(key)
     if launch is None:
-        launch = _launcher(workspace, instance, config, x, shard, gather)
+        transport, shards = workspace.transport, Shards.in_a_row(x.numel())
+        size = transport.world_size
+        instance.reserve(slot_elements(shards, size, False, True) * x.element_size())
+        launch = launcher(
+            endpoint(instance, x.dtype),
+            size,
+            transport.rank,
+            shards,
+            transport.machine.num_sms,
+            config,
+            False,
+            True,
+        )
         instance.keep(key, launch)
     instance.begin(checksum)
     try:
-        launch(x, out)  # type: ignore[operator]
+        launch(x, whole)  # type: ignore[operator]
     finally:
         instance.launched()
-
-
-def _launcher(
-    workspace: Workspace,
-    instance: Instance,
-    config: MatmulConfig,
-    x: torch.Tensor,
-    shard: int,
-    gather: bool,
-) -> Launcher:
-    transport = workspace.transport
-    size, shards = transport.world_size, Shards.in_a_row(shard, not gather)
-    instance.reserve(slot_elements(shards, size, False, gather) * x.element_size())
-    return launcher(
-        endpoint(instance, x.dtype),
-        size,
-        transport.rank,
-        shards,
-        transport.machine.num_sms,
-        config,
-        False,
-        gather,
-    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,12 @@ from tileweave.ops.core.registry import (
 from tileweave.planning import choices
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.transport.workspace import REGISTRY
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Planner = Callable[[Problem, Machine, bool], Plan[MatmulConfig]]
 Tensors = tuple[torch.Tensor | None, ...]
+T = TypeVar("T")
 RESULTS = ("out", "residual_out")  # names of the results of an operator, in order
 
 
@@ -253,6 +255,44 @@ def _forget_plans() -> None:
 choices.on_change(_forget_plans)
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted(Plan[MatmulConfig]):
+    """The plan of the calls of one signature, whose arguments were checked.
+
+    workspace : that of their group and device.
+    ready : what :func:`ready` keeps.
+    """
+
+    workspace: Workspace | None = field(default=None, compare=False, repr=False)
+    ready: dict[object, tuple[int, Instance, Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+
+def ready(
+    chosen: Plan[MatmulConfig],
+    key: object,
+    group_name: str,
+    make: Callable[..., tuple[Instance, T]],
+    x: torch.Tensor,
+    *more: object,
+) -> tuple[Instance, T]:
+    """What calls of plan ``chosen`` need of the workspace: an instance, and what was made for it.
+    Made once per signature, and again when memory of the instance has moved.
+
+    key : of calls of one signature that need different things, such as other alignment.
+    make : ``make(workspace, x, *more)`` makes both.
+    """
+    if type(chosen) is not Accepted:  # tests, the tuner and the tracer pass plans of their own
+        return make(workspace_of(group_name, x.device), x, *more)
+    found = chosen.ready.get(key)
+    if found is not None and found[0] == found[1].version:
+        return found[1], found[2]
+    instance, made = make(chosen.workspace, x, *more)
+    chosen.ready[key] = instance.version, instance, made
+    return instance, made
+
+
 def accept(
     op: str,
     group_name: str,
@@ -285,20 +325,19 @@ def accept(
         ``plan(world_size)`` plans the call.
     """
     inputs = (x, w, *others)
-    workspace = REGISTRY.find(group_name, x.device)
+    workspace = REGISTRY.find(group_name, x.device)  # so the device of x is no part of a signature
     signature = (
         op,
         options,
         x.shape,
         x.stride(),
         x.dtype,
-        x.device,
         w.shape,
         w.stride(),
         w.dtype,
-        w.device,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
+        w.get_device(),
+        *map(_facts, others),
+        *map(_facts, results),
     )
     chosen = None if workspace is None else workspace.accepted.get(signature)
     debug = debugging()
@@ -321,10 +360,14 @@ def accept(
     chosen = plan(size)
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = replace(
-            chosen, checksum=checksum_of(common), world_size=size
+        chosen = workspace.accepted[signature] = Accepted(
+            chosen.path, chosen.reason, chosen.config, checksum_of(common), size, workspace
         )
     return chosen
+
+
+def _facts(t: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
 
 
 def operands_for_warmup(
