@@ -230,11 +230,11 @@ def with_lora(me: Member, folder: str) -> dict[str, Any]:
         reference.save_pretrained(f"{folder}/adapter")
     dist.barrier()
     adapter.enable()
-    try:
+    try:  # PEFT takes the styles of its own layers from the registry, too
         base = load("llama", folder)
+        model = PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True)
     finally:
         adapter.disable()
-    model = PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True)
     found: dict[str, Any] = dict(training_apart(model, reference))
     model.eval(), reference.eval()
     made = [

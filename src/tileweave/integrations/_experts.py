@@ -20,6 +20,7 @@ from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmu
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.ops.experts.swiglu import swiglu
+from tileweave.transport.torch_collectives import all_gather_flat
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DESCRIBED_BY = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -174,7 +175,7 @@ def _all_rows(t: torch.Tensor, total: int, own: int, group: dist.ProcessGroup) -
     if t.shape[0] < own:
         t = torch.cat([t, t.new_zeros(own - t.shape[0], *t.shape[1:])])
     rows = t.new_empty(own * dist.get_world_size(group), *t.shape[1:])
-    dist.all_gather_into_tensor(rows, t.contiguous(), group=group)
+    all_gather_flat(rows, t.contiguous(), group=group)
     return rows[:total]
 
 
@@ -214,7 +215,7 @@ class _GatherShards(torch.autograd.Function):
     def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         whole = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
-        dist.all_gather_into_tensor(whole, shard.contiguous(), group=group)
+        all_gather_flat(whole, shard.contiguous(), group=group)
         return whole
 
     @staticmethod

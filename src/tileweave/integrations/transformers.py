@@ -187,8 +187,9 @@ def _why_stock(module: Any, size: int) -> str | None:
         return "it is no nn.Linear"
     if module.weight is None or module.weight.dtype not in DTYPES:
         return "its weight is not float16, bfloat16 or float32"
-    if module.in_features % size:
-        return f"its {module.in_features} input features over {size} ranks are uneven"
+    features = module.weight.shape[1]  # of all ranks: it is a DTensor
+    if features % size:
+        return f"its {features} input features over {size} ranks are uneven"
     return None
 
 
