@@ -36,6 +36,7 @@ LAYERS = (
     ("nn", "profile", "launcher"),
     ("__init__",),
     ("bench",),
+    ("tune",),
     ("explore",),
     ("commands",),
 )

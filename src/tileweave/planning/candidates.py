@@ -123,7 +123,7 @@ def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...
     elif p.dtype == "float32":
         known = ()  # not a tensor-core dtype
     else:
-        known = (_HOPPER if machine.arch == 90 else _PORTABLE)[op]
+        known = (_HOPPER if machine.hopper else _PORTABLE)[op]
     return tuple(config for config in known if can_run(op, config, p, machine))
 
 
