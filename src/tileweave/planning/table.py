@@ -87,8 +87,13 @@ def read_entries(text: str, where: str) -> tuple[Entry, ...]:
 
 def _entry(raw: object, where: str) -> Entry:
     fields = _checked(raw, Entry, where)
-    fields["config"] = MatmulConfig(**_checked(fields["config"], MatmulConfig, where))
+    fields["config"] = read_config(fields["config"], where)
     return Entry(**fields)
+
+
+def read_config(raw: object, where: str) -> MatmulConfig:
+    """The config of fields that were read from JSON, after a check of each."""
+    return MatmulConfig(**_checked(raw, MatmulConfig, where))
 
 
 _ALLOWED = {
