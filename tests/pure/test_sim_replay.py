@@ -15,7 +15,7 @@ from tileweave.errors import InputError
 from tileweave.sim import astra, chakra, training
 from tileweave.sim.chakra import COLL, COMP, RECV, SEND, Node
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
-from tileweave.sim.costs import Costs, load_calibration
+from tileweave.planning.costs import Costs, load_calibration
 from tileweave.sim.machine import Cluster, Network, make_cluster, with_gpus
 from tileweave.sim.replay import cluster_for, replay
 from tileweave.sim.step import Timeline

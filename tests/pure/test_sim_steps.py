@@ -23,7 +23,7 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.planning.table import nearest
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
-from tileweave.sim.costs import Costs, load_calibration
+from tileweave.planning.costs import Costs, load_calibration
 from tileweave.sim.machine import Network, make_cluster, with_gpus
 from tileweave.sim.operators import Operators
 from tileweave.sim.sensitivity import sensitivity

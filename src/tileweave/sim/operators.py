@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tileweave.planning.combine import plan_combine
+from tileweave.planning.costs import Calibration, Costs, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import (
     MEASURED_ALL_REDUCE_ROWS,
@@ -28,7 +29,6 @@ from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.table import Entry, nearest
 from tileweave.sim.collectives import Group, collective_time, protocol_of
-from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul

@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tileweave.errors import InputError, require
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.sim.machine import Device, presets
 
-REFERENCE = "h200"
+REFERENCE = "h200"  # where the coefficients of the simulator were measured
 # Tile shapes (rows x columns of the output) that cuBLAS has for Hopper.
 _TILES = tuple(
     (m, n) for m in (64, 128, 192, 256, 384) for n in range(32, 257, 32) if m * n <= 256 * 192
@@ -35,6 +34,35 @@ _TILES = tuple(
 # not.
 SHORT = 2.5e6
 _SPLITS = (1, 2, 3, 4, 6, 8)
+
+
+class Rates(Protocol):
+    """The data sheet of a device.
+
+    flops : dense bf16, flop/s.
+    memory_rate : bytes/s.
+    num_sms : streaming multiprocessors.
+    """
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def memory_rate(self) -> float: ...
+    @property
+    def num_sms(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataSheet:
+    """The :class:`Rates` of a device, and the bytes/s that it sends inside its node."""
+
+    flops: float
+    memory_rate: float
+    num_sms: int
+    link_rate: float
+
+
+HOPPER_FLOPS, HOPPER_SMS = 989e12, 132  # of H200 and H100, which coefficients were measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +92,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Coefficients that were fitted or measured; ``data/calibration/*.json`` has their origin. See
+    """Coefficients that were fitted or measured; ``calibration/*.json`` has their origin. See
     :class:`Costs` for their use. Times are in seconds, rates in bytes/s.
 
     matmul_* : of cuBLAS. ``launch``; ``flops`` and ``memory``, fractions of peak; ``feed``, rate of
@@ -179,7 +207,7 @@ class Calibration:
 def load_calibration(path: str | None = None) -> Calibration:
     """A calibration file; by default the one of this package, measured on H200."""
     if path is None:
-        found = resources.files("tileweave.sim") / "data" / "calibration" / f"{REFERENCE}.json"
+        found = resources.files("tileweave.planning") / "calibration" / f"{REFERENCE}.json"
         data = json.loads(found.read_text("utf-8"))
     else:
         data = _calibration_at(Path(path))
@@ -189,7 +217,7 @@ def load_calibration(path: str | None = None) -> Calibration:
         got == names,
         f"calibration with coefficients missing {sorted(names - got)} "
         f"and unknown {sorted(got - names)}",
-        "exactly the fields of sim.costs.Coefficients",
+        "exactly the fields of planning.costs.Coefficients",
         "make it again: tileweave simulate calibrate",
     )
     coefficients = dict(data["coefficients"])
@@ -230,10 +258,10 @@ class Costs:
     is not measured.
     """
 
-    def __init__(self, device: Device, coefficients: Coefficients | None = None) -> None:
+    def __init__(self, device: Rates, coefficients: Coefficients | None = None) -> None:
         self.device = device
         self.c = c = coefficients or load_calibration().coefficients
-        scale = device.flops / presets()["devices"][REFERENCE].flops
+        scale = device.flops / HOPPER_FLOPS
         self.flops = c.matmul_flops * device.flops
         self.memory_rate = c.matmul_memory * device.memory_rate
         # the rate of L2 is scaled with that of tensor cores, which it feeds
@@ -334,13 +362,13 @@ class Costs:
         threads, which does not depend on the number of terms, and that of memory."""
         elements = float(rows * width)
         memory = elements * (terms + 1) * 2 / (self.c.reduce_memory * self.device.memory_rate)
-        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        scale = HOPPER_SMS / self.device.num_sms
         return self.c.matmul_launch + max(memory, self.c.reduce * elements * scale)
 
     def lookup(self, bags: float, rows: float, row_bytes: float, itemsize: int = 2) -> float:
         """torch's pooling of ``rows`` rows of ``row_bytes`` into ``bags`` bags: a time per element
         read and per element of the result, and bytes."""
-        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        scale = HOPPER_SMS / self.device.num_sms
         width = row_bytes / itemsize * scale
         one = (self.c.lookup_made * bags + self.c.lookup_read * rows) * width
         return (
@@ -356,7 +384,7 @@ class Costs:
 
     def _own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
         memory = (rows + bags) * (row_bytes + 8.0) / (self.c.own_memory * self.device.memory_rate)
-        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        scale = HOPPER_SMS / self.device.num_sms
         return _norm(3.0, memory, self.c.own_bag * bags * scale)
 
     def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
