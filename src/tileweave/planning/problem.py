@@ -187,13 +187,18 @@ def why_unfused(
         return "a dimension is zero"
     if machine.backend == "cpu" and not interpreting:
         return "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
-    return None
+    return machine.unreachable or None
 
 
 def why_no_kernel(dtype: str, machine: Machine) -> str | None:
     """Why no kernel is known to be faster on this GPU than the unfused path; None if one is."""
     if dtype == "float32":
         return "float32 is not a tensor-core dtype"
-    if machine.arch != 90:
+    if machine.arch == 90 and not machine.hopper:
+        return (
+            f"TILEWEAVE_KERNELS={machine.kernels} leaves out the kernels for Hopper, and no "
+            "measurement shows the others ahead"
+        )
+    if not machine.hopper:
         return f"no measurement shows the fused kernel ahead on {machine.name}"
     return None
