@@ -160,11 +160,11 @@ def compile_exchange(
     if not reduce:
         shards = exchange.Shards.in_a_row(16 * COLS)
     elif gather:
-        shards = exchange.Shards.of_columns(16 * WORLD_SIZE, COLS, COLS, WORLD_SIZE)
+        shards = exchange.Shards.of_columns(16 * WORLD_SIZE, COLS, WORLD_SIZE)
     elif one_shot:
-        shards = exchange.Shards.of_all(16 * WORLD_SIZE, COLS, COLS)
+        shards = exchange.Shards.of_all(16 * WORLD_SIZE, COLS)
     else:
-        shards = exchange.Shards.of_rows(16, COLS, COLS)
+        shards = exchange.Shards.of_rows(16, COLS)
     peers = endpoint(exchange.slot_elements(shards, WORLD_SIZE, reduce, gather, one_shot), dtype)
     launcher = exchange.launcher(peers, WORLD_SIZE, RANK, shards, 132, LIBRARY, reduce, gather)
     extras = (torch.empty(COLS, dtype=dtype), torch.empty_like(out)) if reduce else ()

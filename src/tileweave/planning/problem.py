@@ -48,8 +48,7 @@ class MatmulConfig(_CachedHash):
         (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
         ``"copy_engine"``).
     num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
-        whatever else runs. With chunks of a reduction: those that
-        communicate while cuBLAS multiplies.
+        whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
     band_sources : sources of an all-gather whose tiles form one band.
     cut_bands : whether each band is a segment with waves of its own; see
@@ -59,9 +58,9 @@ class MatmulConfig(_CachedHash):
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
         rank sums its part and sends the result to the others, which is fewer bytes from three ranks
         on.
-    row_chunks, col_chunks : of a reduction (``"library"`` only): the result is made in at most so
-        many chunks of rows (of an all-reduce) times so many of columns, of which one is reduced
-        while cuBLAS multiplies the next. Chunks of columns read w once, chunks of rows read x once.
+    row_chunks : of an all-reduce whose kernel is that of a reduce-scatter (``"copy_engine"``): the
+        result is made in at most so many chunks of rows, of which one is gathered while the next
+        one is multiplied.
     """
 
     kernel: KernelName
@@ -81,7 +80,6 @@ class MatmulConfig(_CachedHash):
     own_first: bool = True
     shots: int = 2
     row_chunks: int = 1
-    col_chunks: int = 1
 
     __hash__ = _CachedHash.__hash__
 
@@ -95,15 +93,8 @@ class MatmulConfig(_CachedHash):
         if self.kernel == "library" and self.transport == "copy_engine":
             return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":
-            tile = f"{self.tile_m}x{self.tile_n}"
-            cuts = ((self.row_chunks, "rows"), (self.col_chunks, "columns"))
-            cut = " by ".join(f"{count} chunks of {what}" for count, what in cuts if count > 1)
-            if cut:
-                return (
-                    f"cuBLAS on {cut}, each with a launch by tiles of {tile}, of "
-                    f"{self.num_producers} programs while the next is multiplied"
-                )
-            return f"cuBLAS, then one launch by tiles of {tile}"
+            shots = ", one shot" if self.shots == 1 else ""
+            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}{shots}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
 

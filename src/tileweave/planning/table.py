@@ -111,7 +111,6 @@ _ALLOWED = {
     "team": range(1, 1025),
     "shots": (1, 2),
     "row_chunks": range(1, 65),
-    "col_chunks": range(1, 65),
 }
 _SIZES = ("rows", "cols", "depth")
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -90,12 +89,6 @@ class CpuTransport:
         if self._pushed is not None:
             self._pushed.result()
             self._pushed = None
-
-    def side(self) -> AbstractContextManager[None]:
-        return nullcontext()  # interpreted launches have ended when they return
-
-    def join_side(self) -> None:
-        """See :meth:`side`."""
 
     def order(self) -> None:
         """Calls on the CPU are synchronous, so they are in order already."""

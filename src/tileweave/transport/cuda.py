@@ -23,7 +23,6 @@ from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
-from tileweave.transport.side_stream import SideLaunches
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
 from tileweave.transport.workspace import kernels_allowed
 
@@ -129,7 +128,6 @@ class CudaTransport:
         self._require_peer_access()
         self._meeting = Meeting(group, device)
         self._engines = [CopyEngine(device)]
-        self._side: SideLaunches | None = None
         self.watch: Watcher | None = None
         self._launch_order = _LAUNCH_ORDERS.setdefault(self._index, LaunchOrder())
 
@@ -197,15 +195,6 @@ class CudaTransport:
 
     def join(self, queue: int = 0) -> None:
         self._engines[queue].join()
-
-    def side(self) -> SideLaunches:
-        if self._side is None:
-            self._side = SideLaunches(self.device)
-        return self._side
-
-    def join_side(self) -> None:
-        if self._side is not None:
-            self._side.join()
 
     def order(self) -> torch.cuda.Stream:
         return self._launch_order.enter(current_handle(self._index))

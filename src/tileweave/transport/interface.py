@@ -21,7 +21,6 @@ These guarantees hold:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -151,16 +150,6 @@ class Transport(Protocol):
 
     def join(self, queue: int = 0) -> None:
         """Order the work queued later after the last :meth:`push` of ``queue``."""
-        ...
-
-    def side(self) -> AbstractContextManager[None]:
-        """A context whose launches run concurrently with the work that is queued later on the
-        current stream: after the work queued so far, and in order."""
-        ...
-
-    def join_side(self) -> None:
-        """Order the work queued later after all launches of :meth:`side`. It must follow them,
-        also if one raises."""
         ...
 
     def order(self) -> torch.cuda.Stream | None:

@@ -76,41 +76,38 @@ class Shards(NamedTuple):
     """Where the shards of ranks are.
 
     rows, cols : of a shard.
-    width : columns of all shards, where they are columns of one matrix; else ``cols``.
+    width : columns of x and of the result, elements from row to row.
     col_step : columns from one rank's shard to the next one's; 0 where each has all.
-    x_pitch, x_step : elements from row to row, and from shard to shard, in x.
-    out_pitch, out_step : the same in the result, and in a residual.
+    x_step, out_step : elements from shard to shard in x, and in the result and a residual.
     """
 
     rows: Any
     cols: Any
     width: Any
     col_step: Any
-    x_pitch: Any
     x_step: Any
-    out_pitch: Any
     out_step: Any
 
     @classmethod
     def in_a_row(cls, size: int) -> Shards:
         """``size`` consecutive elements each; x is the own shard."""
-        return cls(1, size, size, 0, 0, 0, 0, size)
+        return cls(1, size, size, 0, 0, size)
 
     @classmethod
-    def of_rows(cls, rows: int, cols: int, out_pitch: int) -> Shards:
+    def of_rows(cls, rows: int, cols: int) -> Shards:
         """Of a matrix [R * rows, cols]: the result is the own rows."""
-        return cls(rows, cols, cols, 0, cols, rows * cols, out_pitch, 0)
+        return cls(rows, cols, cols, 0, rows * cols, 0)
 
     @classmethod
-    def of_columns(cls, rows: int, cols: int, out_pitch: int, world_size: int) -> Shards:
+    def of_columns(cls, rows: int, cols: int, world_size: int) -> Shards:
         """Of a matrix [rows, cols]: each rank has some of the columns, the result is all."""
         own = cdiv(cdiv(cols, world_size), ALIGN) * ALIGN
-        return cls(rows, own, cols, own, cols, own, out_pitch, own)
+        return cls(rows, own, cols, own, own, own)
 
     @classmethod
-    def of_all(cls, rows: int, cols: int, out_pitch: int) -> Shards:
+    def of_all(cls, rows: int, cols: int) -> Shards:
         """A matrix [rows, cols] that is the shard of every rank: for one shot."""
-        return cls(rows, cols, cols, 0, cols, 0, out_pitch, 0)
+        return cls(rows, cols, cols, 0, 0, 0)
 
 
 class Choices(NamedTuple):
@@ -170,7 +167,7 @@ def push_partials(
         owner = (rank + i) % WORLD_SIZE
         mask = inside(row, col, owner, shards) & (row < tl.where(fault == 0, shards.rows, 0))
         begin = owner.to(tl.int64) * shards.x_step
-        value = tl.load(x + begin + row.to(tl.int64) * shards.x_pitch + col, mask=mask)
+        value = tl.load(x + begin + row.to(tl.int64) * shards.width + col, mask=mask)
         slot = slots_at(peers, owner, dtype) + slot_offset
         place = rank.to(tl.int64) if C.OWN_PLACE else place_of(rank, owner)
         put_marked(slot + place * size + row * shards.cols + col, value, mask)
@@ -197,7 +194,7 @@ def reduced(
         acc = tl.zeros((BLOCK,), tl.float32)
         skip = PLACES
     else:
-        begin = x + own * shards.x_step + row.to(tl.int64) * shards.x_pitch
+        begin = x + own * shards.x_step + row.to(tl.int64) * shards.width
         acc = tl.load(begin + col, mask=mask, other=0.0).to(tl.float32)
         skip = rank
     acc = take_marked(
@@ -217,7 +214,7 @@ def reduced(
         bias = tensors.bias + own * shards.col_step
         acc += tl.load(bias + col, mask=mask, other=0.0).to(tl.float32)
     if C.HAS_RESIDUAL:
-        residual = tensors.residual + own * shards.out_step + row.to(tl.int64) * shards.out_pitch
+        residual = tensors.residual + own * shards.out_step + row.to(tl.int64) * shards.width
         acc += tl.load(residual + col, mask=mask, other=0.0).to(tl.float32)
     return acc
 
@@ -256,14 +253,14 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             )
             value = acc.to(dtype)
         else:
-            value = tl.load(x + row.to(tl.int64) * shards.x_pitch + col, mask=mask)
+            value = tl.load(x + row.to(tl.int64) * shards.width + col, mask=mask)
         if C.GATHER or C.ONE_SHOT:
             value = expected_zero(value)
         if C.GATHER:
             sent = mask & (row < tl.where(fault == 0, shards.rows, 0))
             at = row * shards.cols + col
             push_finished(value, peers, finished, at, sent, size, rank, WORLD_SIZE)
-        target = out + own * shards.out_step + row.to(tl.int64) * shards.out_pitch
+        target = out + own * shards.out_step + row.to(tl.int64) * shards.width
         tl.store(target + col, value, mask=mask)
     if C.GATHER:
         if not C.REDUCE:
@@ -277,7 +274,7 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             pointers = peers.slots + finished + peer.to(tl.int64) * size + row * shards.cols + col
             value = take_each(peers, pointers, mask, rank, number, epoch)
             target = out + source.to(tl.int64) * shards.out_step
-            target += row.to(tl.int64) * shards.out_pitch + col
+            target += row.to(tl.int64) * shards.width + col
             tl.store(target, expected_zero(value), mask=mask)
 
 
@@ -308,16 +305,12 @@ def launcher(
     config: MatmulConfig,
     reduce: bool,
     gather: bool,
-    most_programs: int | None = None,
 ) -> Launcher:
     """Launches for one shape, called with (x, out, bias or None, residual or None); the caller
     checks them. Blocks have as many elements as the tile of ``config``.
 
     reduce, gather : what is done; with ``config.shots`` 1 and ``reduce`` alone, for shards
         :meth:`Shards.of_all`, an all-reduce.
-
-    most_programs : fewer than the device has room for, where another kernel runs concurrently. The
-        same on every rank.
     """
     rows = min(config.tile_m, triton.next_power_of_2(shards.rows))
     cols = config.tile_m * config.tile_n // rows
@@ -346,14 +339,12 @@ def launcher(
         words = [t.data_ptr() for t in added]
 
         def changing() -> dict[str, Any]:
-            for tensor, pitch in ((x, shards.x_pitch), (out, shards.out_pitch)):
-                flat = pitch == 0 and tensor.is_contiguous()
-                require(
-                    flat or tensor.stride() == (pitch, 1),
-                    f"rows with gaps, strides {tensor.stride()}",
-                    "contiguous x and out",
-                    "call .contiguous()",
-                )
+            require(
+                x.is_contiguous() and out.is_contiguous(),
+                "rows with gaps",
+                "contiguous x and out",
+                "call .contiguous()",
+            )
             chosen = choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
             return {"tensors": added, "C": chosen}
 
@@ -361,6 +352,6 @@ def launcher(
         return Call((bias is None, residual is None, *aligned), words, changing)
 
     blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
-    programs = min(most_programs or num_sms * per_sm, num_sms * per_sm, blocks)
+    programs = min(num_sms * per_sm, blocks)
     fixed = {"peers": peers, "rank": rank, "shards": shards}
     return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)

@@ -1,5 +1,5 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else cuBLAS and launches that
-reduce (``reduce_by_cublas.py``)."""
+"""The fused call of matmul_all_reduce: one shot for few rows, cuBLAS and one launch that reduces
+(``reduce_by_cublas.py``), or chunks of rows (``all_reduce_in_chunks.py``)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-    if config.kernel == "library":
+    if config.kernel == "library" or config.transport == "copy_engine":
         from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
 
         added = Added(bias, residual, norm_weight, norm_eps)
+        if config.transport == "copy_engine":
+            from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
+
+            reduce_in_chunks(
+                workspace, x, w, added, out, residual_out, group_name, config, chosen.checksum
+            )
+            return
         multiply_then_reduce(workspace, OP, x, w, added, out, residual_out, config, chosen.checksum)
         return
     instance, launch = _one_shot(workspace, x, w, norm_weight is not None, config)

@@ -1,23 +1,23 @@
-"""Chunks of a result: one is sent while the next one is multiplied. No torch, no triton."""
+"""Chunks of rows of an all-reduce: one is gathered while the next one is multiplied. No torch, no
+triton."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tileweave.planning.schedules.gather import cdiv
 
-# Rows and columns of a tile of cuBLAS: a chunk that ends inside of one wastes the rest of it.
-WHOLE_TILE = 128
 
+def chunks_of(rows: int, count: int, world_size: int, tile_m: int) -> list[tuple[int, int]]:
+    """(begin, end) of at most ``count`` chunks of ``rows``; of each, every rank reduces as many
+    rows.
 
-def chunks_of(length: int, count: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of at most ``count`` chunks of ``length`` rows or columns, at least 1.
+    rows : a multiple of ``world_size``, at least ``world_size * tile_m``.
 
-    Whole tiles of cuBLAS, where a chunk has as many rows. The last chunk is the smallest one,
-    because only its communication is not hidden.
+    Chunks are equal, of whole tiles for each rank, but for the last: it is the smaller one, because
+    its gather is not hidden, unless that were less than a tile for each rank.
     """
-    step = cdiv(length, count)
-    if step >= WHOLE_TILE:
-        step = cdiv(step, WHOLE_TILE) * WHOLE_TILE
-    for begin in range(0, length, step):
-        yield begin, min(begin + step, length)
+    unit = world_size * tile_m
+    step = cdiv(cdiv(rows, count), unit) * unit
+    begins = list(range(0, rows, step))
+    if len(begins) > 1 and rows - begins[-1] < unit:
+        begins.pop()
+    return list(zip(begins, [*begins[1:], rows], strict=True))
