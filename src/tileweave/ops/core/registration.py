@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import InputError
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, refuse_second_derivative
 from tileweave.ops.core.spec import Backward, BackwardOperator, OperatorSpec
 from tileweave.planning.problem import Plan
@@ -85,7 +86,7 @@ def _gradients(
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
     ops = getattr(torch.ops.tileweave, f"{name}_backward")
-    run = ops.default
+    run = operator(f"{name}_backward")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True

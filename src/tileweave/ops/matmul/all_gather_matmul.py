@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul import all_gather_matmul_list as several
@@ -56,6 +57,8 @@ from tileweave.ops.matmul.inputs import (
 )
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def all_gather_matmul(
@@ -162,9 +165,9 @@ def all_gather_matmul(
         return (y, _unflatten(gathered, x, o.rows, name)) if return_gathered else y
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
     if out is not None:
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=flat)
+        _INTO_OUT(rows, w, bias, name, out=flat)
         return out
-    y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
+    y, gathered = _OPERATOR(rows, w, bias, name, return_gathered)
     y = _unflatten(y, x, rows, name)
     return (y, _unflatten(gathered, x, rows, name)) if return_gathered else y
 
@@ -223,7 +226,7 @@ def _forward(
     return_gathered: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     chosen = accept(
         OP,
         group_name,
@@ -241,7 +244,7 @@ def _forward(
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, x.new_empty(0) if gathered is None else gathered
+    return y, gathered
 
 
 def _unfused(
@@ -252,10 +255,10 @@ def _unfused(
     out: torch.Tensor | None,
     keep: bool,
     chosen: Plan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     log_fallback(OP, chosen)
     y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
-    return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
+    return y, (gathered.clone() if gathered is x else gathered) if keep else None
 
 
 def _fake(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
 from tileweave.ops.matmul.inputs import plan_for
@@ -46,7 +47,7 @@ def gather_and_multiply(
     ):
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
-        y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t(), None, group_name, keep)
+        y, gathered = operator("all_gather_matmul")(grad, w.t(), None, group_name, keep)
     return y, gathered if keep else None
 
 
@@ -224,7 +225,7 @@ def multiply_and_scatter(
 
     ``depth``: the largest n of any rank, where ranks differ; 0: all have the same.
     """
-    return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t(), None, group_name, depth)
+    return operator("matmul_reduce_scatter")(grad, w.t(), None, group_name, depth, None)
 
 
 def exchange_and_multiply(
@@ -243,7 +244,7 @@ def exchange_and_multiply(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
     else:
-        y, exchanged = torch.ops.tileweave.all_to_all_matmul(
+        y, exchanged = operator("all_to_all_matmul")(
             grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
         )
     return y, exchanged if keep else None
@@ -262,6 +263,6 @@ def multiply_and_exchange(
         return reference.matmul_all_to_all(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
-    return torch.ops.tileweave.matmul_all_to_all(
+    return operator("matmul_all_to_all")(
         grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name
     )

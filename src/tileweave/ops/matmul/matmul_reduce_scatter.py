@@ -33,6 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import add_product, gather_and_multiply
@@ -52,6 +53,8 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def matmul_reduce_scatter(
@@ -139,12 +142,9 @@ def matmul_reduce_scatter(
         return y.transpose(0, 1) if out is None else out
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, depth, main_grad)
     if out is not None:
-        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=flat)
+        _INTO_OUT(rows, w, bias, name, out=flat)
         return out
-    if depth is None and main_grad is None:
-        y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
-    else:
-        y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name, depth or 0, main_grad)
+    y = _OPERATOR(rows, w, bias, name, depth or 0, main_grad)
     if x.dim() > 2:
         y = y.view(x.shape[0] // rank_and_size(name)[1], *x.shape[1:-1], w.shape[0])
     return y
