@@ -24,6 +24,7 @@ from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
+from tileweave.transport.workspace import kernels_allowed
 
 
 @lru_cache(maxsize=8)
@@ -36,6 +37,24 @@ def describe(index: int) -> Machine:
         backend,
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
+        kernels_allowed(),
+        _why_unreachable(index),
+    )
+
+
+def _why_unreachable(index: int) -> str:
+    """Why device ``index`` cannot map the memory of others; "" if it can map that of all devices
+    that this process sees."""
+    others = [
+        other
+        for other in range(torch.cuda.device_count())
+        if other != index and not torch.cuda.can_device_access_peer(index, other)
+    ]
+    if not others:
+        return ""
+    return (
+        f"GPU {index} has no peer access to GPU {', '.join(map(str, others))} (see tileweave "
+        "doctor); CUDA_VISIBLE_DEVICES hides GPUs that take no part"
     )
 
 

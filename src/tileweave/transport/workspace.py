@@ -18,6 +18,7 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from tileweave.errors import CaptureError, InputError, PeerTimeout
+from tileweave.planning.machine import KERNELS, Kernels
 from tileweave.transport import protocol
 from tileweave.transport.call_ledger import Ledger
 from tileweave.transport.interface import Copy
@@ -57,6 +58,19 @@ def timeout_seconds() -> float:
             "remedy: unset it for the default of 30"
         )
     return seconds
+
+
+def kernels_allowed() -> Kernels:
+    """Which kernels may run: ``TILEWEAVE_KERNELS``, default all. A process reads it once for each
+    device (``transport.cuda.describe``)."""
+    text = os.environ.get("TILEWEAVE_KERNELS") or "all"
+    for name in KERNELS:
+        if text == name:
+            return name
+    raise InputError(
+        f"asked: TILEWEAVE_KERNELS={text!r}; allowed: {', '.join(KERNELS)}; "
+        "remedy: set one of them, or unset it for all"
+    )
 
 
 def _first_words(seconds: float) -> list[int]:

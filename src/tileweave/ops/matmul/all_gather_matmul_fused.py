@@ -48,8 +48,14 @@ def run_fused(
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
+        from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
 
         workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+        if how is not None:
+            exchange_then_multiply(
+                workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
+            )
+            return
         if config.transport == "sm":
             gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
         else:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
+from tileweave.ops.core import tuned_choices
 from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
     Group,
@@ -229,6 +230,7 @@ def plan_for(
     ``rows``: as :class:`Problem` counts them. ``depth``: that of x.
     """
     depth = x.shape[1] if depth is None else depth
+    tuned_choices.read(x.device, size)
     return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
 
 
@@ -344,7 +346,8 @@ def accept(
     if chosen is not None and not debug:
         refuse_alias(results, inputs)
         return chosen
-    size = dist.get_world_size(group_of(group_name))
+    group = group_of(group_name)
+    size = dist.get_world_size(group)
 
     def checked() -> None:
         check(size)
@@ -357,8 +360,10 @@ def accept(
         check_together(op, group_name, common, checked)
     else:
         checked()
-    chosen = plan(size)
+    unreachable = tuned_choices.agree(group, x.device)
+    chosen = Plan("unfused", unreachable) if unreachable else plan(size)
     if chosen.config is not None:
+        common["plan"] = repr(chosen.config)
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = Accepted(
             chosen.path, chosen.reason, chosen.config, checksum_of(common), size, workspace

@@ -46,7 +46,7 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_exchange
+        from tileweave.ops.matmul.exchange_launch import multiply_then_exchange
 
         workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
