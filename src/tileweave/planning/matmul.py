@@ -212,7 +212,7 @@ def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
 def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | None:
     """The plan by a table of what was fastest among more than two GPUs, near the shapes of the
     table; else None."""
-    if p.world_size == 2 or machine.arch != 90 or choices.find(op, p) is not None:
+    if p.world_size == 2 or not machine.hopper or choices.find(op, p) is not None:
         return None
     rows = p.rows if op == "matmul_all_reduce" else p.rows * p.world_size
     near = [

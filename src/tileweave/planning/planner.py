@@ -95,7 +95,7 @@ def _place(p: Problem) -> tuple[float, ...]:
 def planner_of(op: str, machine: Machine) -> Planner:
     """The planner of ``op`` with all that is known of ``machine``."""
     known = packaged(op)
-    if machine.arch != 90:
+    if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
         known = tuple(
             Measurement(
