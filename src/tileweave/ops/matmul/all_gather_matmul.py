@@ -241,10 +241,8 @@ def _forward(
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
     rows = chosen.world_size * x.shape[0]
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
-    run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, gathered
+    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
 
 
 def _unfused(
