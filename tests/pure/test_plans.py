@@ -115,12 +115,12 @@ def test_plan_does_not_depend_on_the_rank(p: Problem, machine: Machine) -> None:
 def test_every_exchange_has_a_plan(
     p: Problem, plan_for: Callable[..., Plan], machine: Machine
 ) -> None:
-    """K of a part that no tile divides is unfused, and the plan says so."""
+    """Parts whose rows copy hardware cannot move are unfused, whatever the tiles."""
     plan = plan_for(p, machine, interpreting=False)
     assert plan.reason
     assert (plan.config is not None) == (plan.path == "fused")
     if plan.config is not None and plan_for is plan_all_to_all_matmul:
-        assert p.depth % plan.config.tile_k == 0
+        assert p.depth * p.itemsize % 16 == 0 or machine.backend == "cpu"
 
 
 @pytest.mark.parametrize("machine", [H200, CPU], ids=lambda machine: machine.backend)

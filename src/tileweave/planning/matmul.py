@@ -246,7 +246,9 @@ def plan_matmul_reduce_scatter(
     """The plan of a matmul_reduce_scatter. ``rows`` = M/R, the rows of one rank's result; ``cols``
     = N; ``depth`` = K/R."""
     p = problem
-    early = _unmeasured_plan("matmul_reduce_scatter", p, machine, interpreting, "reduce", "a rank's result")
+    early = _unmeasured_plan(
+        "matmul_reduce_scatter", p, machine, interpreting, "reduce", "a rank's result"
+    )
     if early is not None:
         return early
     return _plan_gpu(
@@ -290,7 +292,7 @@ def plan_all_to_all_matmul(
         p,
         machine,
         p.rows * p.world_size,
-        lambda c: c.fits_rows(p.rows) and p.depth % c.tile_k == 0,
+        lambda c: c.fits_rows(p.rows) and _aligned_for_cublas(c, p),
     )
 
 
