@@ -84,12 +84,14 @@ def infinite_next_to_a_part(
 ) -> None:
     """The last K block of a part must not see the columns of w after it: zero times infinity is
     NaN."""
+    group = dist.group.WORLD
+    assert group is not None
     case = Case(config.tile_m, 40, depth, dtype, op=IN, how=(0, 1), integers=True)
     for number in range(2):
         call = prepare(case, me.rank, me.world_size, me.device, number)
         call.x.fill_(1.0)
         call.w[:, depth::depth] = float("inf")
-        parity.run(call, dist.group.WORLD, config)
+        parity.run(call, group, config)
         tw.synchronize()
         assert bool((call.out == float("inf")).all()), f"rank {me.rank}: {call.out[0, :4]}"
 
