@@ -427,7 +427,7 @@ def accept(
         workspace = workspace_of(group_name, x.device)
         accepted = workspace.accepted
     chosen = accepted[signature] = Accepted(
-        chosen.path, chosen.reason, chosen.config, checksum, size, workspace
+        chosen.path, chosen.reason, chosen.config, checksum, size, workspace=workspace
     )
     return chosen
 
