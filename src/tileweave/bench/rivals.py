@@ -2,8 +2,8 @@
 
 ==============  ====================================================================================
 tileweave       the public operator, with ``out=``
-nccl+cublas     the collective and one matmul, one after the other (gloo and torch without GPUs), with
-                all memory kept: the composition that the operator runs unfused (``ops/reference.py``)
+nccl+cublas     the collective and one matmul, one after the other (gloo and torch without GPUs):
+                what the operator runs unfused (``ops/reference.py``), with all memory kept
 torch fused     ``torch.ops.symm_mem.fused_all_gather_matmul`` or ``fused_matmul_reduce_scatter``
 torch one-shot  one matmul into symmetric memory, then torch's all-reduce over it, in which every
                 rank reads all others
