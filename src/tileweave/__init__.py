@@ -33,6 +33,7 @@ from tileweave.errors import (
 from tileweave.ops.core.registration import SPECS as _SPECS
 from tileweave.ops.core.registration import explain, warmup
 from tileweave.ops.core.registry import name_of as _name_of
+from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import (
     IndicesOnTheirWay,
@@ -114,6 +115,7 @@ __all__ = [
     "all_to_all_matmul",
     "begin_distribute_indices",
     "close",
+    "copy_to_group",
     "dispatch_grouped_matmul",
     "distribute_indices",
     "embedding_bag",

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
@@ -58,6 +59,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 EPS = 1e-6
 
 
+@takes_dtensors(None, x=-1, w=1, bias=None, residual=None, norm_weight=None)
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
