@@ -35,7 +35,9 @@ LAYERS = (
     ("ops",),
     ("nn", "profile", "launcher"),
     ("__init__",),
+    ("integrations",),
     ("bench",),
+    ("tune",),
     ("explore",),
     ("commands",),
 )

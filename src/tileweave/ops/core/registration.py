@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import InputError
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, refuse_second_derivative
 from tileweave.ops.core.spec import Backward, BackwardOperator, OperatorSpec
 from tileweave.planning.problem import Plan
@@ -73,7 +74,7 @@ def _gradients(
     parameters, passed, name = spec.parameters, backward.passed, spec.name
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
-    run = getattr(torch.ops.tileweave, f"{name}_backward").default
+    run = operator(f"{name}_backward")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
@@ -174,7 +175,7 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
         embedding_bag_all_to_all:
             the arguments of a call, with the largest batch.
 
-    group : ProcessGroup or str, optional
+    group : ProcessGroup, DeviceMesh or str, optional
         For all operators. None: the default group.
 
     backward : bool, optional

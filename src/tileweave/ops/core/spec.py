@@ -103,8 +103,8 @@ class OperatorSpec:
 
     forward : callable
         ``forward(*arguments, *options)`` checks its arguments, plans the call and makes it, fused
-        or by ``reference``. ``forward(*arguments, out=...)`` is the ``.out`` form, whose result is
-        not used.
+        or by ``reference``. A second result that was not asked for may be None.
+        ``forward(*arguments, out=...)`` is the ``.out`` form, whose result is not used.
 
     fake : callable
         Takes the arguments of ``forward``; checks them as far as is possible while tracing, and

@@ -36,7 +36,8 @@ from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
@@ -55,6 +56,8 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+
 
 @takes_dtensors(-1, x=0, w=0, bias=0)
 def all_gather_matmul(
@@ -62,7 +65,7 @@ def all_gather_matmul(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     return_gathered: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +76,9 @@ def all_gather_matmul(
 
     Parameters
     ----------
-    x : [m, K] or [m, ..., K], contiguous
+    x : [m, K] or [m, ..., K]
         Row shard of this rank, with the same shape on every rank. Gathered along dimension 0.
+        Copied in each call if it is not contiguous.
 
     w : [n, K], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
@@ -82,8 +86,9 @@ def all_gather_matmul(
     bias : [n], optional
         Added to each row, with the dtype of x.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     return_gathered : bool
         Also return gather(x). The backward then keeps it and sends nothing again.
@@ -115,9 +120,9 @@ def all_gather_matmul(
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
     if out is not None:
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=flat)
+        _INTO_OUT(rows, w, bias, name, out=flat)
         return out
-    y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
+    y, gathered = _OPERATOR(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
         each = rows.shape[0] // max(x.shape[0], 1)  # rows per index of dimension 0
         first = y.shape[0] // each if each else rank_and_size(name)[1] * x.shape[0]
@@ -138,7 +143,7 @@ def _as_called(
     return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
-    rows, flat = as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
+    rows, flat = as_rows(x, w, OP), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
     if return_gathered:
         require(out is None, "out= with return_gathered=True", "one of them", "drop out=")
     return rows, flat
@@ -165,7 +170,7 @@ def _forward(
     return_gathered: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     chosen = accept(
         OP,
         group_name,
@@ -183,7 +188,7 @@ def _forward(
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, x.new_empty(0) if gathered is None else gathered
+    return y, gathered
 
 
 def _unfused(
@@ -194,10 +199,10 @@ def _unfused(
     out: torch.Tensor | None,
     keep: bool,
     chosen: Plan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     log_fallback(OP, chosen)
     y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
-    return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
+    return y, (gathered.clone() if gathered is x else gathered) if keep else None
 
 
 def _fake(

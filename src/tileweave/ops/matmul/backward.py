@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.ops import reference
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.matmul.inputs import plan_for
 from tileweave.planning.matmul import (
@@ -34,7 +35,7 @@ def gather_and_multiply(
     ):
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
-        y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t(), None, group_name, keep)
+        y, gathered = operator("all_gather_matmul")(grad, w.t(), None, group_name, keep)
     return y, gathered if keep else None
 
 
@@ -53,7 +54,7 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool
 def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
     """This rank's rows of the sum over ranks of grad @ w, by the fused operator; grad [M, n], w [n,
     K]."""
-    return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t(), None, group_name)
+    return operator("matmul_reduce_scatter")(grad, w.t(), None, group_name)
 
 
 def exchange_and_multiply(
@@ -72,7 +73,7 @@ def exchange_and_multiply(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
     else:
-        y, exchanged = torch.ops.tileweave.all_to_all_matmul(
+        y, exchanged = operator("all_to_all_matmul")(
             grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
         )
     return y, exchanged if keep else None
@@ -91,6 +92,6 @@ def multiply_and_exchange(
         return reference.matmul_all_to_all(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
-    return torch.ops.tileweave.matmul_all_to_all(
+    return operator("matmul_all_to_all")(
         grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name
     )

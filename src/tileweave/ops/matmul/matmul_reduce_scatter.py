@@ -34,7 +34,8 @@ from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import gather_and_multiply
 from tileweave.ops.matmul.inputs import (
@@ -52,6 +53,8 @@ from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+
 
 @takes_dtensors(0, x=-1, w=1, bias=None)
 def matmul_reduce_scatter(
@@ -59,7 +62,7 @@ def matmul_reduce_scatter(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by this rank's columns of a weight, and keep this rank's rows of the sum over ranks.
@@ -71,9 +74,10 @@ def matmul_reduce_scatter(
 
     Parameters
     ----------
-    x : [M, k] or [M, ..., k], contiguous
+    x : [M, k] or [M, ..., k]
         This rank's columns of the input, with the same shape on every rank. M is a multiple of the
         world size R.
+        Copied in each call if it is not contiguous.
 
     w : [N, k], rows or columns contiguous
         This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
@@ -82,8 +86,9 @@ def matmul_reduce_scatter(
     bias : [N], optional
         Added once. The same values on every rank.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : [M / R, ..., N], contiguous, optional
         Memory for the result. Not with gradients.
@@ -111,9 +116,9 @@ def matmul_reduce_scatter(
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name)
     if out is not None:
-        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=flat)
+        _INTO_OUT(rows, w, bias, name, out=flat)
         return out
-    y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
+    y = _OPERATOR(rows, w, bias, name)
     if x.dim() > 2:
         y = y.view(x.shape[0] // rank_and_size(name)[1], *x.shape[1:-1], w.shape[0])
     return y
@@ -127,7 +132,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
-    rows = as_rows(x, w)
+    rows = as_rows(x, w, OP)
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
