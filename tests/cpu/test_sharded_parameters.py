@@ -252,4 +252,4 @@ def meshes(me: Member) -> list[str]:
 
 def test_a_group_may_be_one_dimension_of_a_mesh(world: World) -> None:
     for (error,) in world.run(meshes):
-        assert "of 2 dimensions" in error and 'mesh["tp"]' in error, error
+        assert "of 2 dimensions" in error and "mesh[dimension]" in error, error

@@ -26,15 +26,13 @@ from torch.nn.functional import linear as multiply
 
 from tileweave.errors import InputError, require
 from tileweave.nn.shards import (
-    Group,
     ShardedModule,
     distributed,
-    group_name_of,
     local,
     mesh_of,
     sharded,
 )
-from tileweave.ops.core.registry import group_of
+from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
@@ -109,7 +107,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        group: Group,
+        group: Group | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -128,9 +126,9 @@ class ParallelLinear(ShardedModule, nn.Linear):
             self.bias = sharded(empty, mesh, bias_at)
         self.reset_parameters()
 
-    def _join(self, group: Group) -> None:
+    def _join(self, group: Group | None) -> None:
         """Set the group, and check that the sharded features are a multiple of its size."""
-        self.group_name = group_name_of(group)
+        self.group_name = name_of(group)
         self.world_size = dist.get_world_size(group_of(self.group_name))
         name = ("out_features", "in_features")[self.dims[0]]
         features = getattr(self, name)
@@ -148,7 +146,9 @@ class ParallelLinear(ShardedModule, nn.Linear):
         return Shard(weight), Replicate() if bias is None else Shard(bias)
 
     @classmethod
-    def take_over(cls, linear: nn.Linear, group: Group, source: int | None, **options: Any) -> Any:
+    def take_over(
+        cls, linear: nn.Linear, group: Group | None, source: int | None, **options: Any
+    ) -> Any:
         """Make ``linear`` this layer in place; other modules may hold it.
 
         ``source``: the rank whose values are taken; None: each rank has the full layer.
@@ -176,7 +176,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
         return layer
 
     @classmethod
-    def _from(cls, linear: nn.Linear, group: Group, **options: Any) -> Any:
+    def _from(cls, linear: nn.Linear, group: Group | None, **options: Any) -> Any:
         copied = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
         copied.weight, copied.bias = linear.weight, linear.bias
         return cls.take_over(copied.train(linear.training), group, None, **options)
@@ -247,7 +247,7 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         gather: bool = True,
@@ -262,7 +262,7 @@ class ColumnParallelLinear(ParallelLinear):
         cls,
         linear: nn.Linear,
         *,
-        group: Group = None,
+        group: Group | None = None,
         gather: bool = True,
         dim: int = 0,
         save_gathered: bool = False,
@@ -341,7 +341,7 @@ class RowParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         scatter: bool = True,
@@ -352,7 +352,7 @@ class RowParallelLinear(ParallelLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: Group = None, scatter: bool = True, dim: int = 0
+        cls, linear: nn.Linear, *, group: Group | None = None, scatter: bool = True, dim: int = 0
     ) -> RowParallelLinear:
         """This rank's shard of a full ``nn.Linear``, which every rank has."""
         return cls._from(linear, group, scatter=scatter, dim=dim)

@@ -13,29 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.errors import require
-from tileweave.ops.core.registry import group_of, name_of
+from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-Group = dist.ProcessGroup | DeviceMesh | str | None
 
-
-def group_name_of(group: Group) -> str:
-    """The name of a group, or of the group of a mesh of one dimension."""
-    if not isinstance(group, DeviceMesh):
-        return name_of(group)
-    require(
-        group.ndim == 1,
-        f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}",
-        "a mesh of one dimension",
-        'name the dimension, as in mesh["tp"]',
-    )
-    return name_of(group.get_group())
-
-
-def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
+def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
     """``group`` if it is a mesh, else a mesh of one dimension over its ranks. Not collective.
 
     Parameters
@@ -45,7 +29,7 @@ def mesh_of(group: Group, device: torch.device) -> DeviceMesh:
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    name = group_name_of(group)
+    name = name_of(group)
     if isinstance(group, DeviceMesh):
         return group
     found, kind = group_of(name), device.type

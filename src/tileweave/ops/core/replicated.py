@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.registry import (
+    Group,
     define,
     first_derivative,
     group_of,
@@ -31,10 +31,8 @@ from tileweave.ops.core.registry import (
     refuse_second_derivative,
 )
 
-Group = dist.ProcessGroup | str | None
 
-
-def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+def copy_to_group(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """Return x, which all ranks have, for work whose gradient of x is a partial sum on each rank.
 
     Use it where a replicated x enters a layer that computes this rank's output features (the
@@ -46,8 +44,9 @@ def copy_to_group(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     x : tensor
         The same on every rank.
 
-    group : ProcessGroup or str, optional
-        The ranks that have x, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that have x: a group, its name, or a DeviceMesh of one dimension. None: the
+        default group.
 
     Returns
     -------
