@@ -482,8 +482,10 @@ def test_example(name: str) -> None:
         pytest.importorskip("peft", reason="pip install peft")
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        + [f"--master-port={free_port()}", str(root / "examples" / name)],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *(f"--master-port={free_port()}", str(root / "examples" / name)),
+        ],
         env=environment_for("gloo", {"TRITON_INTERPRET": "0"}),
         capture_output=True,
         text=True,
