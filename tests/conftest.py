@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # no test plans by what the user has tuned
+    os.environ["TILEWEAVE_CACHE"] = tempfile.mkdtemp(prefix="tileweave-tests-")
     if ranks := config.getoption("--one-gpu"):
         os.environ[ON_ONE_GPU] = str(ranks)
 
@@ -58,6 +62,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["TILEWEAVE_CACHE"], ignore_errors=True)
     gc.unfreeze()  # else the compiler's binding reports all that is left as leaks
 
 

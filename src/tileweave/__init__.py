@@ -18,8 +18,6 @@ for graphs and compilers.
 
 from __future__ import annotations
 
-import torch.distributed as _dist
-
 from tileweave import nn as nn
 from tileweave import ops as ops
 from tileweave.errors import (
@@ -32,6 +30,7 @@ from tileweave.errors import (
 )
 from tileweave.ops.core.registration import SPECS as _SPECS
 from tileweave.ops.core.registration import explain, warmup
+from tileweave.ops.core.registry import Group as _Group
 from tileweave.ops.core.registry import name_of as _name_of
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import (
@@ -57,7 +56,7 @@ __version__ = "0.1.0"
 OPERATORS = _SPECS.keys()
 
 
-def close(group: _dist.ProcessGroup | str | None = None) -> None:
+def close(group: _Group | None = None) -> None:
     """Release the workspaces of a group. Not collective: usable after a peer died.
 
     A later call makes a new workspace, which is collective. CUDA graphs that were captured before
@@ -65,13 +64,13 @@ def close(group: _dist.ProcessGroup | str | None = None) -> None:
 
     Parameters
     ----------
-    group : ProcessGroup or str, optional
-        A group or its name. None: all groups.
+    group : ProcessGroup, DeviceMesh or str, optional
+        A group, its name, or a DeviceMesh of one dimension. None: all groups.
     """
     _REGISTRY.close(_named(group))
 
 
-def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
+def synchronize(group: _Group | None = None) -> None:
     """Wait for queued work, and raise if a peer did not arrive in a call.
 
     On a GPU a call returns before its kernel has run. A late peer is reported here, by the next
@@ -79,8 +78,8 @@ def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
 
     Parameters
     ----------
-    group : ProcessGroup or str, optional
-        A group or its name. None: all groups.
+    group : ProcessGroup, DeviceMesh or str, optional
+        A group, its name, or a DeviceMesh of one dimension. None: all groups.
 
     Raises
     ------
@@ -90,7 +89,7 @@ def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
     _REGISTRY.synchronize(_named(group))
 
 
-def _named(group: _dist.ProcessGroup | str | None) -> str | None:
+def _named(group: _Group | None) -> str | None:
     """The name of ``group``. A name is returned as it is: its group may no longer exist while its
     workspace does."""
     return group if group is None or isinstance(group, str) else _name_of(group)

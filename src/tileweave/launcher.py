@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tileweave.errors import InputError, TileweaveError, require
-from tileweave.transport.workspace import timeout_seconds
+from tileweave.transport.workspace import kernels_allowed, timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
 MAX_RANKS = 8
@@ -192,7 +192,9 @@ def launch(
     RankFailure
         if a rank raises, dies, or is not done in time.
     """
-    timeout_seconds()  # raises once here, and not on every rank, if the variable is invalid
+    # these raise once here, and not on every rank, if a variable is invalid
+    timeout_seconds()
+    kernels_allowed()
     given = given_world_size()
     if given is not None:
         _require_given(world_size, given)

@@ -84,18 +84,6 @@ WRONG: dict[str, tuple[Call, str]] = {
         lambda size: tw.all_gather_matmul(x(), torch.zeros(1, N, K)),
         "1, 6, 8",
     ),
-    "x_is_transposed": (
-        lambda size: tw.all_gather_matmul(torch.zeros(K, M).t(), w()),
-        "contiguous",
-    ),
-    "x_is_a_slice": (
-        lambda size: tw.all_gather_matmul(torch.zeros(M, 2 * K)[:, :K], w()),
-        "contiguous",
-    ),
-    "x_with_three_dimensions_is_a_slice": (
-        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, 2 * K)[..., :K], w()),
-        "contiguous",
-    ),
     "rows_of_w_are_strided": (
         lambda size: tw.all_gather_matmul(x(), torch.zeros(N, 2 * K)[:, ::2]),
         "contiguous",
@@ -120,10 +108,6 @@ WRONG: dict[str, tuple[Call, str]] = {
     "out_is_a_scalar": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(())), "out"),
     "out_is_strided": (
         lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(N, size * M).t()),
-        "contiguous",
-    ),
-    "x_with_three_dimensions_is_permuted": (
-        lambda size: tw.all_gather_matmul(torch.zeros(3, M, K).transpose(0, 1), w()),
         "contiguous",
     ),
     "out_with_three_dimensions_is_permuted": (
@@ -248,10 +232,7 @@ ONE_BUFFER = torch.zeros(256)
 
 # indexed by whether this rank differs from the others
 BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {
-    "x_is_a_slice": lambda odd, _: {"x": torch.zeros(M, 2 * K)[:, :K] if odd else x()},
-    "x_of_three_dimensions_is_a_slice": lambda odd, _: {
-        "x": torch.zeros(M, 3, 2 * K)[..., :K] if odd else torch.zeros(M, 3, K)
-    },
+    "x_of_one_dimension": lambda odd, _: {"x": torch.zeros(K) if odd else x()},
     "w_of_another_depth": lambda odd, _: {"w": torch.zeros(N, K + odd)},
     "w_in_another_dtype": lambda odd, _: {"w": w().half() if odd else w()},
     "bias_is_strided": lambda odd, _: {"bias": torch.zeros(2 * N)[::2] if odd else torch.zeros(N)},

@@ -158,6 +158,22 @@ def test_bench_names_baselines_that_cannot_run(
     assert WITHOUT_GPUS in output
 
 
+@pytest.mark.skipif(
+    torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs"
+)
+def test_bench_of_random_cases_ends_with_a_summary(tmp_path: Path) -> None:
+    words = ("matmul_all_reduce", "--random", "2", "--seed", "3", "--smoke", "--world", "2")
+    output = invoke("bench", *words, "--repeats", "1", "--json", str(tmp_path / "r.json"))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["random"] == {"count": 2, "seed": 3}
+    assert [case["right"] for case in report["cases"]] == [True, True]
+    summary = report["summary"]
+    assert (summary["timed"], summary["wrong"], summary["skipped"]) == (2, [], [])
+    assert {row["name"] for row in summary["worst"]} == {case["name"] for case in report["cases"]}
+    assert "matmul_all_reduce: 2 of 2 cases timed, 0 wrong, 0 skipped" in output
+    assert f"worst {summary['worst'][0]['over_best']:.3f}, {summary['worst'][0]['name']}" in output
+
+
 def paths_of_a_stress(me: Member) -> dict[str, str]:
     from tileweave.commands.stress import stress
 

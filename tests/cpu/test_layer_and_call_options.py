@@ -188,7 +188,7 @@ def changed_after_accepted(me: Member) -> None:
         torch.ops.tileweave.all_gather_matmul.out(x, w, None, name_of(None), out=out)
 
     with pytest.raises(tw.InputError, match="contiguous"):
-        tw.all_gather_matmul(torch.randn(8, 4).t(), w)
+        torch.ops.tileweave.all_gather_matmul(torch.randn(8, 4).t(), w, None, name_of(None))
     for out in (torch.empty(6, rows).t(), torch.empty(rows + 1, 6)):
         with pytest.raises(tw.InputError, match="contiguous"):
             into(out)

@@ -37,6 +37,7 @@ LAYERS = (
     ("__init__",),
     ("integrations",),
     ("bench",),
+    ("tune",),
     ("explore",),
     ("commands",),
 )

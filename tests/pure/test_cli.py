@@ -94,6 +94,10 @@ def test_demo_closing_line_counts_cases() -> None:
         ("check --json x --seed 3", "--seed, --json without --stress"),
         ("bench --smoke --cases zzz", "--smoke with --cases"),
         ("bench --smoke --plot x.txt", "names that end in .png"),
+        ("bench --smoke --random -1", "--random"),
+        ("bench --random 2 --cases qkv", "asked: a benchmark"),
+        ("bench all --smoke --rivals gemm", "all operators with --cases, --rivals"),
+        ("bench nothing --random 2", "asked: operator 'nothing'"),
         ("demo --world 9", "remedy: ask for another number of ranks"),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,32 @@ def test_doctor_reports_that_no_matmul_is_fused(machine: Machine) -> None:
     found = verdicts(machine)
     assert found["compiled kernels"].good
     assert (
-        "embeddings fused; matmuls and experts unfused: no measurement"
-        in found["compiled kernels"].value
+        "embeddings fused; experts unfused, and matmuls unless `tileweave tune` measured them: "
+        "no measurement" in found["compiled kernels"].value
     )
+    assert "those for Hopper are not: made for sm_90" in found["kernels in use"].value
     assert all("unfused" in fact.value for name, fact in found.items() if "matmul" in name)
 
 
 def test_doctor_reports_that_matmuls_are_fused() -> None:
-    assert verdicts(H200)["compiled kernels"].value.endswith("bf16 and fp16 fused, fp32 unfused")
+    found = verdicts(H200)
+    assert found["compiled kernels"].value.endswith("bf16 and fp16 fused, fp32 unfused")
+    assert found["kernels in use"].value.startswith("those for Hopper (Gluon) and the portable")
+
+
+def test_doctor_reports_which_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWEAVE_KERNELS", "portable")
+    found = verdicts(replace(H200, kernels="portable"))
+    assert "those for Hopper are not: TILEWEAVE_KERNELS=portable" in found["kernels in use"].value
+    assert "TILEWEAVE_KERNELS=portable leaves out" in found["compiled kernels"].value
+    monkeypatch.setenv("TILEWEAVE_KERNELS", "fast")
+    fact = verdicts(H200)["kernels in use"]
+    assert not fact.good and "TILEWEAVE_KERNELS='fast'; allowed: all, portable" in fact.value
+
+
+def test_doctor_reports_gpus_without_peer_access() -> None:
+    fact = next(f for f in doctor._verdicts(4, False, H200) if f.name == "compiled kernels")
+    assert not fact.good and "all calls run unfused" in fact.value and "topo -p2p" in fact.value
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,7 @@ def test_doctor_without_triton_reports_no_kernels(
     )
     found = verdicts(H200)
     assert not found["compiled kernels"].good and found["compiled kernels"].value.startswith(said)
-    assert len(found) == 2, "no plans of kernels that are not there"
+    assert len(found) == 3, "no plans of kernels that are not there"
 
 
 def test_doctor_reports_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,10 +300,10 @@ def a_report(op: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_bench_without_timed_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     report = a_report("all_gather_matmul", {})
-    code, said, _ = given(report, monkeypatch, "bench", "--smoke")
+    code, said, _ = given([report], monkeypatch, "bench", "--smoke")
     assert code == 1 and "nothing was timed: none of the chosen rivals can run here" in said
     report["cases"][0]["times"] = {"gemm": {"median_us": 1.0, "note": ""}}
-    assert given(report, monkeypatch, "bench", "--smoke")[0] == 0
+    assert given([report], monkeypatch, "bench", "--smoke")[0] == 0
     assert why_nothing({"cases": []}) == "no time for any case"
     assert why_nothing(a_report("all_gather_matmul", {}, right=False)) == "", (
         "WRONG is said elsewhere"

@@ -8,7 +8,16 @@ from typing import Any
 
 import tileweave as tw
 from tileweave.bench.console import Steps
-from tileweave.bench.embedding import RIVALS, EmbeddingRivals, entry_of, judge, tables_of
+from tileweave.bench.embedding import (
+    OURS,
+    RIVALS,
+    TORCH,
+    UNFUSED,
+    EmbeddingRivals,
+    entry_of,
+    judge,
+    tables_of,
+)
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.run import Options, run_cases, time_all
 from tileweave.bench.samples import Benched
@@ -50,4 +59,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     )
 
 
-BENCHED = Benched(bench, RIVALS, tables_of, plot)
+BENCHED = Benched(
+    bench,
+    RIVALS,
+    tables_of,
+    plot,
+    baselines=(UNFUSED, TORCH),
+    random_rivals=(OURS, UNFUSED, TORCH),
+)

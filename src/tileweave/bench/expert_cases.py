@@ -28,8 +28,8 @@ MODELS = {
 class ExpertCase:
     """``tokens`` per rank; ``experts`` of all ranks.
 
-    ``zipf``: experts are chosen by Zipf's law with exponent 1, otherwise uniformly. ``bar``: the
-    least speedup over unfused.
+    ``zipf``: experts are chosen by Zipf's law with this exponent; 0: uniformly. ``bar``: the least
+    speedup over unfused.
     """
 
     op: str
@@ -40,7 +40,7 @@ class ExpertCase:
     experts: int
     topk: int
     bar: float
-    zipf: bool = False
+    zipf: float = 0.0
     graph: bool = False
     block: str = "prefill"
     dtype: str = "bfloat16"
@@ -67,7 +67,7 @@ def cases(op: str, bars: tuple[float, float, float]) -> list[ExpertCase]:
         for model, tokens, bar in prefill
     ]
     found += [
-        ExpertCase(op, f"{model}-t4096-zipf", 4096, *MODELS[model], 1.0, zipf=True)
+        ExpertCase(op, f"{model}-t4096-zipf", 4096, *MODELS[model], 1.0, zipf=1.0)
         for model in ("qwen3-235b", "deepseek-v3")
     ]
     return found + [
@@ -84,7 +84,7 @@ def smoke(op: str) -> list[ExpertCase]:
     return [
         ExpertCase(op, "smoke-even", 4, 16, 16, 4, 2, 0.0, block="smoke", dtype="float32"),
         ExpertCase(
-            op, "smoke-zipf", 3, 24, 16, 4, 2, 0.0, zipf=True, block="smoke", dtype="float16"
+            op, "smoke-zipf", 3, 24, 16, 4, 2, 0.0, zipf=1.0, block="smoke", dtype="float16"
         ),
     ]
 

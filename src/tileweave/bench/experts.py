@@ -64,6 +64,7 @@ class ExpertRivals:
         shape = (self.local, case.cols, case.depth)
         self.experts = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.experts.normal_(0, case.depth**-0.5, generator=generator)
+        self.names = names
         self.sets = [_Routing(self, 31 * seed + n) for n in range(3 if case.graph else 1)]
         rows = self.sets[0].plan.bound if case.op == COMBINE else case.tokens
         self.x = torch.empty(rows, case.depth, dtype=self.dtype, device=self.device).normal_(
@@ -123,7 +124,7 @@ class ExpertRivals:
 
     def gathered(self) -> torch.Tensor:
         r, shared = self._next(), self.shared
-        assert shared is not None, "made if it is among the names"
+        assert shared is not None and r.order is not None, "made if it is among the names"
         if self.case.op == COMBINE:
             return shared.combine(self._rows(r), self.experts, r.order)
         return shared.dispatch(self.x, self.experts, r.order)
@@ -201,9 +202,8 @@ class _Routing:
         # Gumbel noise: sampling without replacement
         score = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         if case.zipf:
-            score -= torch.log1p(
-                torch.randperm(case.experts, generator=generator, device=device).float()
-            )
+            places = torch.randperm(case.experts, generator=generator, device=device)
+            score -= case.zipf * torch.log1p(places.float())
         top = score.topk(case.topk, -1)
         weights = torch.softmax(top.values, -1).float()
         self.ids, self.weights = top.indices.int().contiguous(), weights[rank].contiguous()
@@ -211,7 +211,11 @@ class _Routing:
         self.factors = self.weights.to(rivals.dtype)
         self.plan: RoutingPlan = reference_plan(self.ids, rank, case.experts)
         self.rows = int(self.plan.offsets[-1])
-        self.order = Order(case, self.plan, self.rows, weights, rivals.dtype)
+        self.order = (
+            Order(case, self.plan, self.rows, weights, rivals.dtype)
+            if GATHERED in rivals.names
+            else None
+        )
         owner = self.ids[rank].reshape(-1).long() // rivals.local
         choices = case.tokens * case.topk
         entry = self.plan.row_entry[: self.rows].long()
@@ -375,4 +379,6 @@ def plot(report: dict[str, Any], path: Any) -> None:
     plot_over(report, path, UNFUSED, lambda case: median(case, UNFUSED))
 
 
-BENCHED = Benched(bench, RIVALS, tables_of, plot)
+BENCHED = Benched(
+    bench, RIVALS, tables_of, plot, baselines=(UNFUSED, GATHERED), random_rivals=(OURS, UNFUSED)
+)

@@ -30,6 +30,7 @@ from tileweave.bench.report import tables_of
 from tileweave.bench.rivals import CORUN, GEMM, OURS, RIVALS, TORCHS, UNFUSED
 from tileweave.bench.samples import Benched, samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
+from tileweave.bench.summary import summary_of
 from tileweave.launcher import Member
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
@@ -43,7 +44,8 @@ class Options:
     """What to bench.
 
     ``rivals``: None for all; ``seconds``: no new case starts after that; ``smoke``: tiny cases,
-    also without a GPU.
+    also without a GPU. ``random``: so many random cases, drawn with ``seed``, instead of named
+    ones.
     """
 
     op: str = "all_gather_matmul"
@@ -54,11 +56,15 @@ class Options:
     seconds: float = 900.0
     json_path: str | None = None
     smoke: bool = False
+    random: int = 0
+    seed: int = 0
 
     def cases(self) -> list[Any]:
         """Eager cases first: after a captured call, eager calls of an instance have one more
         barrier."""
-        if self.smoke:
+        if self.random:
+            found = samples_of(self.op).random_cases(self.random, self.seed, self.smoke)
+        elif self.smoke:
             found = samples_of(self.op).smoke
         else:
             found = select(self.op, self.pattern, self.quick)
@@ -77,6 +83,11 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
         partial(_bench_case, uncapturable={}),
         lambda entry: f", {entry['plan']}",
     )
+
+
+def bench_several(member: Member, several: list[Options]) -> list[dict[str, Any]]:
+    """Bench several operators one after the other. Collective; rank 0 has the reports."""
+    return [samples_of(options.op).bench.run(member, options) for options in several]
 
 
 def run_cases(
@@ -98,6 +109,7 @@ def run_cases(
         "world_size": member.world_size,
         "environment": environment() if member.rank == 0 else {},
         "method": method,
+        "random": {"count": options.random, "seed": options.seed} if options.random else None,
         "cases": [],
         "skipped": [],
     }
@@ -111,7 +123,7 @@ def run_cases(
                 continue
             entry = bench_case(member, case, options, seed, steps)
             forget_case(member)
-            for name in (options.rivals or ()) if entry["right"] else ():
+            for name in (options.rivals or ()) if entry["right"] and not options.random else ():
                 if name not in entry["times"]:
                     entry["missing"].setdefault(name, f"not a rival of {options.op}")
             report["cases"].append(entry)
@@ -126,6 +138,8 @@ def run_cases(
             if member.rank == 0 and options.json_path:
                 _write(report, options.json_path)
     report["seconds"] = round(time.monotonic() - started, 1)
+    if options.random:
+        report["summary"] = summary_of(report, samples_of(options.op).bench)
     if member.rank == 0 and options.json_path:
         _write(report, options.json_path)
     return report
@@ -283,4 +297,11 @@ def _plot(report: dict[str, Any], path: Path) -> None:
     plot_bench(report, path)
 
 
-BENCHED = Benched(bench, RIVALS, tables_of, _plot)
+BENCHED = Benched(
+    bench,
+    RIVALS,
+    tables_of,
+    _plot,
+    baselines=(UNFUSED, *TORCHS),
+    random_rivals=(OURS, UNFUSED, *TORCHS, GEMM),
+)

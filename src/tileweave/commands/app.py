@@ -262,17 +262,32 @@ def _stress(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="The operator.")] = "all_gather_matmul",
+    op: Annotated[
+        str, typer.Argument(help="The operator; all: every one, in one world.")
+    ] = "all_gather_matmul",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases.")] = False,
     cases: Annotated[
         str | None, typer.Option(help="Only cases whose name this regular expression finds.")
     ] = None,
-    rivals: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each function.")] = 7,
+    random: Annotated[
+        int, typer.Option(min=0, help="So many random cases instead, with a summary at the end.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random cases.")] = 0,
+    rivals: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated; default: all, or with --random what is compared."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Timed repeats of each function (default: 7; 3 with --random)."),
+    ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Start no new case after that many seconds.")
+        float, typer.Option(min=1, help="Start no new case after that many seconds per operator.")
     ] = 900.0,
-    json: Annotated[Path | None, typer.Option(help="Write all raw numbers here.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write all raw numbers here; for all, NAME-OPERATOR.json for each."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) here.")] = None,
     world: World = None,
     smoke: Annotated[
@@ -284,10 +299,12 @@ def bench(
     Needs two GPUs or more.
     """
     from tileweave.bench.report import is_right, notes_of, why_nothing
-    from tileweave.bench.run import Options
+    from tileweave.bench.run import Options, bench_several
     from tileweave.bench.samples import samples_of
+    from tileweave.bench.summary import lines_of, worst_table
 
-    kind, samples = default_device_type(), samples_of(_operator(op))
+    kind = default_device_type()
+    ops = OPERATORS if op == "all" else (_operator(op),)
     if kind == "cpu" and not smoke:
         raise InputError(
             "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no "
@@ -297,41 +314,75 @@ def bench(
         raise InputError(
             "asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others"
         )
+    if random and (cases or quick):
+        raise InputError(
+            "asked: --random with --cases or --quick; allowed: random cases or named ones; "
+            "remedy: drop one of them"
+        )
+    if op == "all" and (cases or rivals or plot):
+        raise InputError(
+            "asked: all operators with --cases, --rivals or --plot; allowed: these for one "
+            "operator, since names differ; remedy: name one"
+        )
     need_kernels("tileweave bench", kind)
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
-    allowed = samples.bench.rivals
     named = tuple(name.strip() for name in rivals.split(",")) if rivals else None
-    if not set(named or ()) <= set(allowed):
-        raise InputError(
-            f"asked: rivals {rivals}; allowed: {', '.join(allowed)}; remedy: pass some of these"
+    several = []
+    for each in ops:
+        benched = samples_of(each).bench
+        if not set(named or ()) <= set(benched.rivals):
+            raise InputError(
+                f"asked: rivals {rivals}; allowed: {', '.join(benched.rivals)}; "
+                "remedy: pass some of these"
+            )
+        path = file_for(json)
+        if path is not None and len(ops) > 1:
+            path = path.with_name(f"{path.stem}-{each}{path.suffix}")
+        options = Options(
+            each,
+            cases,
+            quick,
+            named or (benched.random_rivals or None if random else None),
+            repeats or (3 if random else 7),
+            seconds,
+            None if path is None else str(path),
+            smoke,
+            random,
+            seed,
         )
-    options = Options(
-        op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke
-    )
-    if not _found(options):
-        raise InputError(
-            f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular "
-            f"expression that finds one of {', '.join(case.name for case in samples.cases)}; "
-            "remedy: pass such an expression"
-        )
+        if not _found(options):
+            known = ", ".join(case.name for case in samples_of(each).cases)
+            raise InputError(
+                f"asked: {'--quick ' if quick else ''}cases {cases!r} of {each}; allowed: a "
+                f"regular expression that finds one of {known}; remedy: pass such an expression"
+            )
+        several.append(options)
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
-    report = launch(
-        samples.bench.run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300
-    )
-    if report is None:
+    limit = (2 * seconds + 300) * len(several)
+    reports = launch(bench_several, several, world_size=size, device_type=kind, seconds=limit)
+    if reports is None:
         return
-    screen = console()
-    screen.print(*samples.bench.tables_of(report, screen.width), sep="\n")
-    for line in notes_of(report):
-        screen.print(line, markup=False)
-    if plot is not None:
-        samples.bench.plot(report, plot)
-        screen.print(f"picture: {plot}", markup=False)
-    nothing = why_nothing(report)
-    if nothing:
-        screen.print(f"[bold red]nothing was timed: {nothing}")
-    if nothing or not is_right(report):
+    screen, failed = console(), False
+    for report in reports:
+        benched = samples_of(report["op"]).bench
+        screen.print(*benched.tables_of(report, screen.width), sep="\n")
+        for line in notes_of(report):
+            screen.print(line, markup=False)
+        if plot is not None:
+            benched.plot(report, plot)
+            screen.print(f"picture: {plot}", markup=False)
+        nothing = why_nothing(report)
+        if nothing:
+            screen.print(f"[bold red]{report['op']}: nothing was timed: {nothing}")
+        failed |= bool(nothing) or not is_right(report)
+    if random:
+        for report in reports:
+            screen.print(worst_table(report["op"], report["summary"]))
+        for report in reports:
+            for line in lines_of(report["op"], report["summary"]):
+                screen.print(line, markup=False, soft_wrap=True)
+    if failed:
         raise typer.Exit(1)
 
 

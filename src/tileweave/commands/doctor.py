@@ -21,8 +21,10 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.environment import nccl_version, version_of
 from tileweave.bench.samples import samples_of
+from tileweave.errors import InputError
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import why_no_kernel
+from tileweave.transport.workspace import kernels_allowed
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
 _TROUBLE = (
@@ -180,7 +182,7 @@ def _devices(count: int) -> list[Fact]:
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
     """What will run here, and why the rest will not. Plans only if there are compiled kernels."""
     compiled = _compiled(count, linked, machine)
-    verdicts = [_interpreted(), compiled]
+    verdicts = [_interpreted(), compiled, _kernels(machine)]
     if compiled.good:
         size = min(count, 8)
         for op in tw.OPERATORS:
@@ -188,6 +190,21 @@ def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
                 plan = _guarded(lambda planned=planned: str(planned(size, machine)), "unknown")
                 verdicts.append(Fact(what, plan))
     return verdicts
+
+
+def _kernels(machine: Machine) -> Fact:
+    """Which kernels may run here."""
+    name = "kernels in use"
+    try:
+        allowed = kernels_allowed()
+    except InputError as error:
+        return Fact(name, str(error), False)
+    if machine.backend == "cpu":
+        return Fact(name, "the portable ones, which are written in Triton")
+    if machine.hopper:
+        return Fact(name, "those for Hopper (Gluon) and the portable ones (Triton)")
+    left_out = f"TILEWEAVE_KERNELS={allowed}" if machine.arch == 90 else "made for sm_90"
+    return Fact(name, f"the portable ones (Triton); those for Hopper are not: {left_out}")
 
 
 def _interpreted() -> Fact:
@@ -209,7 +226,8 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
     if not linked:
         return Fact(
             name,
-            "no: some GPUs cannot access each other's memory (see the matrix); unfused there",
+            "no: some GPUs cannot access each other's memory (see the matrix), so all calls run "
+            "unfused; remedy: CUDA_VISIBLE_DEVICES with GPUs that can, or `nvidia-smi topo -p2p r`",
             False,
         )
     if machine.backend == "cuda" and machine.arch < 80:
@@ -220,7 +238,8 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
     # the condition of the planners of all operators with matmuls
     unfused = why_no_kernel("bfloat16", machine)
     of_what = (
-        f"embeddings fused; matmuls and experts unfused: {unfused}"
+        f"embeddings fused; experts unfused, and matmuls unless `tileweave tune` measured them: "
+        f"{unfused}"
         if unfused
         else "bf16 and fp16 fused, fp32 unfused"
     )

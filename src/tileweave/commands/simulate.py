@@ -19,6 +19,7 @@ from tileweave.bench.prerequisites import file_for, folder_for, need
 from tileweave.errors import InputError, require
 
 try:
+    from tileweave.planning.costs import REFERENCE, Calibration, Costs, load_calibration
     from tileweave.sim import advise as advice
     from tileweave.sim import (
         astra,
@@ -34,7 +35,6 @@ try:
     )
     from tileweave.sim import replay as replaying
     from tileweave.sim.cells import RULE, Cell, holds_cells, read_cells
-    from tileweave.sim.costs import REFERENCE, Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
     from tileweave.sim.measurements import UNSTEADY, merge_runs

@@ -162,6 +162,8 @@ def plan_embedding(
         return Plan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if machine.backend == "cuda" and machine.arch < 80:
         return Plan("unfused", f"{machine.name} is below sm_80")
+    if machine.unreachable:
+        return Plan("unfused", machine.unreachable)
     return Plan(
         "fused", f"stores to the samples' owners, {row_bytes} bytes per row", _interleaved(config)
     )

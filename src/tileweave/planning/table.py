@@ -87,8 +87,13 @@ def read_entries(text: str, where: str) -> tuple[Entry, ...]:
 
 def _entry(raw: object, where: str) -> Entry:
     fields = _checked(raw, Entry, where)
-    fields["config"] = MatmulConfig(**_checked(fields["config"], MatmulConfig, where))
+    fields["config"] = read_config(fields["config"], where)
     return Entry(**fields)
+
+
+def read_config(raw: object, where: str) -> MatmulConfig:
+    """A config from JSON, every field checked. ``where`` names it in errors."""
+    return MatmulConfig(**_checked(raw, MatmulConfig, where))
 
 
 _ALLOWED = {

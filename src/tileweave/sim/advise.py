@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tileweave.errors import InputError
-from tileweave.sim.costs import Calibration
+from tileweave.planning.costs import Calibration
 from tileweave.sim.modelled import operators_of
 from tileweave.sim.moe import MoE
 from tileweave.sim.serving import Serving

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import require
+from tileweave.planning.costs import Costs
 from tileweave.sim.collectives import bulk
-from tileweave.sim.costs import Costs
 from tileweave.sim.document import REQUIRED, Record, choice, integer, items, number, open_document
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
 from tileweave.sim.network import has_uplinks

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import simpy
 
 from tileweave.errors import require
-from tileweave.sim.costs import Coefficients
+from tileweave.planning.costs import Coefficients
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import (
     Flow,

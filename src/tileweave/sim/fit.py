@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tileweave.planning.costs import REFERENCE, Calibration, Coefficients, Curve
 from tileweave.sim.cells import Cell
 from tileweave.sim.collectives import KINDS
-from tileweave.sim.costs import REFERENCE, Calibration, Coefficients, Curve
 from tileweave.sim.machine import presets
 from tileweave.sim.modelled import MODELLED, is_matmul
 from tileweave.sim.predict import Predictor

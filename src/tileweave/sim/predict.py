@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tileweave.planning.costs import SHORT, Calibration
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.cells import Cell, alone
 from tileweave.sim.collectives import KINDS, Group
-from tileweave.sim.costs import SHORT, Calibration
 from tileweave.sim.machine import Cluster, make_cluster
 from tileweave.sim.modelled import is_matmul
 from tileweave.sim.network import Flow, inside_hops, view

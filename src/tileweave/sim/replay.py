@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
+from tileweave.planning.costs import Coefficients
 from tileweave.sim.chakra import COLL, COLLECTIVES, COMP, RECV, SEND, Node, read_trace
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
-from tileweave.sim.costs import Coefficients
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
 from tileweave.sim.network import message, view
 from tileweave.sim.step import Part, Step, Timeline

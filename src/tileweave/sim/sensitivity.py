@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tileweave.sim.costs import Calibration, load_calibration
+from tileweave.planning.costs import Calibration, load_calibration
 from tileweave.sim.dlrm import Dlrm
 from tileweave.sim.machine import Cluster
 from tileweave.sim.moe import MoE

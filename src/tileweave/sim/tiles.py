@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import simpy
 
+from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import TileSchedule, Unit, push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
-from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import simpy
 
+from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, Unit, cdiv
-from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.tiles import SEVERAL, Kernel, KernelRun
 

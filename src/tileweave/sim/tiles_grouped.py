@@ -22,6 +22,7 @@ from typing import Any
 import simpy
 
 from tileweave.planning.combine import CombineConfig, CombineCut
+from tileweave.planning.costs import Costs
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import (
     DispatchConfig,
@@ -29,7 +30,6 @@ from tileweave.planning.schedules.grouped import (
     dispatch_counts,
     walk,
 )
-from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tileweave.planning.costs import Calibration, load_calibration
 from tileweave.sim.cells import Cell
 from tileweave.sim.collectives import Group
-from tileweave.sim.costs import Calibration, load_calibration
 from tileweave.sim.machine import make_cluster
 from tileweave.sim.operators import Operators, OpTime
 from tileweave.sim.predict import Predictor

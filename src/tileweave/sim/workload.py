@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from tileweave.planning.costs import Calibration
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.sim import dlrm, moe, serving, training
-from tileweave.sim.costs import Calibration
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
 from tileweave.sim.machine import Cluster, cluster_reader, make_cluster
 from tileweave.sim.operators import MODES, Mode, Operators

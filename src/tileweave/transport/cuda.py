@@ -24,6 +24,7 @@ from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
+from tileweave.transport.workspace import kernels_allowed
 
 
 @lru_cache(maxsize=8)
@@ -36,10 +37,30 @@ def describe(index: int) -> Machine:
         backend,
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
+        kernels_allowed(),
+        _why_unreachable(index),
+    )
+
+
+def _why_unreachable(index: int) -> str:
+    """Why device ``index`` cannot map the memory of others; "" if it can map that of all devices
+    that this process sees."""
+    others = [
+        other
+        for other in range(torch.cuda.device_count())
+        if other != index and not torch.cuda.can_device_access_peer(index, other)
+    ]
+    if not others:
+        return ""
+    return (
+        f"GPU {index} has no peer access to GPU {', '.join(map(str, others))} (see tileweave "
+        "doctor); CUDA_VISIBLE_DEVICES hides GPUs that take no part"
     )
 
 
 _LOG = logging.getLogger("tileweave")
+# torch.cuda's function asks first whether torch was built with CUDA
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 class LaunchOrder:
@@ -164,10 +185,11 @@ class CudaTransport:
         source: int = 0,
         queue: int = 0,
         launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         while len(self._engines) <= queue:
             self._engines.append(CopyEngine(self.device))
-        self._engines[queue].push(copies, source, launch)
+        self._engines[queue].push(copies, source, launch, capturing)
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
@@ -178,7 +200,7 @@ class CudaTransport:
         return self._launch_order.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return _capturing()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

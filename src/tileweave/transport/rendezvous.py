@@ -37,7 +37,9 @@ _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
 _CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace begin with it
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
+TUNED = "tuned"  # subject of the meeting before the first call of a matmul
 _DESCRIPTIONS = {
+    TUNED: "the first call of a matmul operator",
     MEMORY: "the first call of an operator",
     HERE: "an operator that needs more memory",
     MAPPED: "an operator whose memory is mapped",

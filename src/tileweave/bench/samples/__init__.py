@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 
 from tileweave.bench.subjects import Shape
+from tileweave.errors import InputError
 from tileweave.ops.core.registration import spec_of
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import Plan
@@ -75,12 +76,16 @@ class Benched:
     """How ``bench`` runs an operator, and how it shows the report. Several operators share one.
 
     ``run(member, options)`` is called on every rank; ``rivals``: names of what can be timed.
+    ``baselines``: those that compute the same without tileweave's kernels, the unfused path first.
+    ``random_rivals``: what is timed for random cases unless told otherwise.
     """
 
     run: Callable[..., dict[str, Any]]
     rivals: tuple[str, ...]
     tables_of: Callable[[dict[str, Any], int], list[Table]]
     plot: Callable[[dict[str, Any], Path], None]
+    baselines: tuple[str, ...] = ()
+    random_rivals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,9 @@ class Samples:
     bench, cases, smoke, quick
         The bench; its cases of real layers, its tiny cases, and a regular expression that matches
         the names of a short list.
+
+    random : callable, optional
+        ``random(count, seed, smoke)`` draws cases; see ``random_cases.py``. None: there are none.
 
     rival : class
         Makes the functions that are timed.
@@ -140,6 +148,16 @@ class Samples:
     typical: tuple[tuple[str, Callable[[int, Machine], Plan]], ...] = ()
     self_signaling: bool = False
     measured: bool = True
+    random: Callable[[int, int, bool], list[Any]] | None = None
+
+    def random_cases(self, count: int, seed: int, smoke: bool) -> list[Any]:
+        """Random cases, as :attr:`random` draws them."""
+        if self.random is None:
+            raise InputError(
+                f"asked: random cases of {self.subject.op}; allowed: of operators whose samples "
+                "draw some; remedy: choose cases by name"
+            )
+        return self.random(count, seed, smoke)
 
 
 def samples_of(op: str) -> Samples:

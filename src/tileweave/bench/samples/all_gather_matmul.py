@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.cases import LARGE, LAYERS, SMALL, Case, smoke_cases, typical_plans
 from tileweave.bench.rivals import AllGatherMatmulRivals
 from tileweave.bench.run import BENCHED
@@ -100,4 +101,5 @@ SAMPLES = Samples(
         (1024, 28672, 8192),
         (8192, 28672, 8192),
     ),
+    random=random_cases.matmuls(OP),
 )

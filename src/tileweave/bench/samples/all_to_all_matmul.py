@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.cases import PROJECTIONS, exchange_cases, smoke_cases, typical_plans
 from tileweave.bench.rivals import ExchangeRivals
 from tileweave.bench.run import BENCHED
@@ -52,4 +53,5 @@ SAMPLES = Samples(
     bars={"large": {"over_unfused": Bar(1.25, 1.0)}, "small": {"over_unfused": Bar(worst=0.98)}},
     shared=("rows", "depth"),
     typical=typical_plans(OP, plan_all_to_all_matmul, (1024, 4096, 8192), (16384, 4096, 8192)),
+    random=random_cases.matmuls(OP),
 )

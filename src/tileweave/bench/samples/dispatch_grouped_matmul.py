@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tileweave.bench import expert_cases
+from tileweave.bench import expert_cases, random_cases
 from tileweave.bench.expert_subject import DispatchGroupedMatmul
 from tileweave.bench.experts import BENCHED, ExpertRivals
 from tileweave.bench.samples import Samples
@@ -21,4 +21,5 @@ SAMPLES = Samples(
     quick=expert_cases.QUICK,
     rival=ExpertRivals,
     self_signaling=True,
+    random=random_cases.experts(OP),
 )

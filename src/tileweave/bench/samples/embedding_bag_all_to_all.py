@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.embedding import EmbeddingRivals
 from tileweave.bench.embedding_cases import CASES, OP, QUICK, SMOKE
 from tileweave.bench.embedding_run import BENCHED
@@ -47,4 +48,5 @@ SAMPLES = Samples(
         ),
     ),
     measured=False,
+    random=random_cases.embedding_bags(OP),
 )

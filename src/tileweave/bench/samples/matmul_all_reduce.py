@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.cases import DECODE_LAYERS, FEW, GEMV, Case, smoke_cases, typical_plans
 from tileweave.bench.rivals import MatmulAllReduceRivals
 from tileweave.bench.run import BENCHED
@@ -86,4 +87,5 @@ SAMPLES = Samples(
         OP, plan_matmul_all_reduce, (1, 8192, 28672), (16, 8192, 28672), (256, 8192, 28672)
     ),
     self_signaling=True,
+    random=random_cases.matmuls(OP, 14.0, even=False),
 )

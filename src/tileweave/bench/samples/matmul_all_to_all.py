@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.cases import QKV_LAYERS, exchange_cases, smoke_cases, typical_plans
 from tileweave.bench.rivals import ExchangeRivals
 from tileweave.bench.run import BENCHED
@@ -56,4 +57,5 @@ SAMPLES = Samples(
     shared=("rows", "cols"),
     typical=typical_plans(OP, plan_matmul_all_to_all, (1024, 10240, 4096), (16384, 10240, 4096)),
     self_signaling=True,
+    random=random_cases.matmuls(OP),
 )

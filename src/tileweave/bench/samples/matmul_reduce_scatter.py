@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from tileweave.bench import random_cases
 from tileweave.bench.cases import LARGE, ROW_LAYERS, SMALL, Case, smoke_cases, typical_plans
 from tileweave.bench.rivals import MatmulReduceScatterRivals
 from tileweave.bench.run import BENCHED
@@ -90,4 +91,5 @@ SAMPLES = Samples(
         (8192, 8192, 28672),
     ),
     self_signaling=True,
+    random=random_cases.matmuls(OP),
 )

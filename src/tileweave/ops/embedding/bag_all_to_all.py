@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.registry import (
+    Group,
     debugging,
     group_of,
     log_fallback,
@@ -79,7 +80,7 @@ def embedding_bag_all_to_all(
     gradient: str = "dense",
     optimizer: FusedOptimizer | None = None,
     divide_gradient: bool = False,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     anchor: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -126,8 +127,9 @@ def embedding_bag_all_to_all(
     divide_gradient : bool
         Divide gradients of tables and weights by R, for a loss that is a mean over ranks.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     anchor : tensor, optional
         On a rank without tables: whether it takes part in the backward. Gradients must be computed
@@ -394,7 +396,7 @@ def explain(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     batch: int | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> Plan[EmbeddingConfig]:
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     dims_of(tables)

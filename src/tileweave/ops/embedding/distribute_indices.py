@@ -34,7 +34,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from tileweave.errors import RankMismatchError, require
 from tileweave.ops.core.collectives import all_to_all_whole
 from tileweave.ops.core.debug_agreement import breaking_off
-from tileweave.ops.core.registry import agree, debugging, group_of, interpreting, name_of
+from tileweave.ops.core.registry import Group, agree, debugging, group_of, interpreting, name_of
 from tileweave.ops.embedding.table_gradient import on_device, used_on
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def distribute_indices(
     features: Sequence[Sequence[int]],
     *,
     weights: torch.Tensor | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> Distributed:
     """Send each feature's indices to the ranks that have its table, or parts of it.
 
@@ -73,8 +73,9 @@ def distribute_indices(
         Per-sample weights, float16, bfloat16, float32 or float64, of one dtype on all ranks. On all
         ranks or on none.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     Returns
     -------
@@ -114,7 +115,7 @@ def begin_distribute_indices(
     features: Sequence[Sequence[int]],
     *,
     weights: torch.Tensor | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> IndicesOnTheirWay:
     """Begin :func:`distribute_indices` without waiting for the device; ``finish()`` of the result
     ends it.
@@ -140,8 +141,9 @@ def begin_distribute_indices(
         Per-sample weights, float16, bfloat16, float32 or float64, of one dtype on all ranks. On all
         ranks or on none.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     Returns
     -------

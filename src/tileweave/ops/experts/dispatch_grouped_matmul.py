@@ -32,13 +32,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.registry import (
+    Group,
     debugging,
     define,
     group_of,
@@ -75,7 +75,7 @@ def dispatch_grouped_matmul(
     experts: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     max_tokens: int | None = None,
     plan: RoutingPlan | None = None,
     out: torch.Tensor | None = None,
@@ -97,8 +97,9 @@ def dispatch_grouped_matmul(
         Experts of each token. -1 is no expert, and so is any number that is not below E. Not with
         ``plan``.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     max_tokens : int, optional
         The largest number of tokens that any rank has, the same on every rank. None: T, which must
@@ -509,7 +510,7 @@ def explain(
     *,
     max_tokens: int | None = None,
     plan: RoutingPlan | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> Plan[DispatchConfig]:
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing.
 
@@ -533,7 +534,7 @@ def warmup(
     experts: torch.Tensor,
     topk: int,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> Plan[DispatchConfig]:
     """Make one call of ``tokens`` tokens per rank, so that a capture may follow. Collective.
 

@@ -68,7 +68,7 @@ def gradient_of_experts(
     Zeros for an expert without rows.
     """
     machine = machine_of(left.device)
-    if machine.arch == 90:
+    if machine.hopper:
         from tileweave.kernels.experts import weight_gradient_hopper as grouped_outer_hopper
 
         if grouped_outer_hopper.takes(left, right):

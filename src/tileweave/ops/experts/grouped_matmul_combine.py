@@ -28,12 +28,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.registry import (
+    Group,
     agree,
     debugging,
     group_of,
@@ -59,7 +59,7 @@ def grouped_matmul_combine(
     plan: RoutingPlan,
     topk_weights: torch.Tensor | None = None,
     *,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by their experts' weights, and return the weighted sum of each token's rows to
@@ -85,8 +85,9 @@ def grouped_matmul_combine(
     topk_weights : [T, k], float32, contiguous, optional
         Weights of the experts of each token. None: all 1.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : [T, H], contiguous, optional
         Memory for the result. Not with gradients.

@@ -36,7 +36,8 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -60,6 +61,8 @@ from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+
 
 def all_to_all_matmul(
     x: torch.Tensor,
@@ -68,7 +71,7 @@ def all_to_all_matmul(
     *,
     scatter_dim: int,
     gather_dim: int,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exchange parts of x, and multiply what arrives: part p of x along ``scatter_dim`` goes to
@@ -79,9 +82,10 @@ def all_to_all_matmul(
 
     Parameters
     ----------
-    x : [M, K] or [M, ..., K], contiguous
+    x : [M, K] or [M, ..., K]
         With the same shape on every rank. All dimensions but the last are
         flattened to rows.
+        Copied in each call if it is not contiguous.
 
     w : [N, K'], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
@@ -98,8 +102,9 @@ def all_to_all_matmul(
         0 concatenates the R parts that arrive along rows, 1 along columns (along K'); in rank
         order.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : contiguous, optional
         Memory for the result, with its shape. Not with gradients.
@@ -129,12 +134,10 @@ def all_to_all_matmul(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
     )
     if out is not None:
-        torch.ops.tileweave.all_to_all_matmul.out(
-            rows, w, bias, scatter_dim, gather_dim, name, out=flat
-        )
+        _INTO_OUT(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
+    y, _ = _OPERATOR(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
         lead, _ = how.result(x.shape[0], x.shape[-1], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])
@@ -151,7 +154,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
     """Return the exchange, and x and out as rows. Raises for what those no longer show."""
-    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
+    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w, OP)
     if x.dim() > 2:
         check_divides(how, x.shape[0], x.shape[-1], rank_and_size(group_name)[1], "x")
     return how, rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
@@ -199,7 +202,7 @@ def _forward(
     keep: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     how = Exchange(scatter_dim, gather_dim)
     options = (scatter_dim, gather_dim, keep)
     chosen = accept(
@@ -219,12 +222,12 @@ def _forward(
             x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
         )
         exchanged = exchanged.clone() if exchanged is x else exchanged
-        return y, exchanged if keep else x.new_empty(0)
+        return y, exchanged if keep else None
     rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     kept = x.new_empty(rows, depth) if keep else None
     run_fused(x, w, bias, y, kept, group_name, chosen, how=how)
-    return y, x.new_empty(0) if kept is None else kept
+    return y, kept
 
 
 def _fake(
@@ -283,7 +286,8 @@ def _like(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, w, _, *ctx.how, keep = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
+    if output[1] is not None:
+        ctx.mark_non_differentiable(output[1])
     require(
         keep or not ctx.needs_input_grad[1],
         "keep=False with a weight that requires a gradient",

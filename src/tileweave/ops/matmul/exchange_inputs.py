@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import name_of, rank_and_size
+from tileweave.ops.core.registry import Group, name_of, rank_and_size
 from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
@@ -50,7 +49,7 @@ def explain_exchange(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None = None,
-        group: dist.ProcessGroup | str | None = None,
+        group: Group | None = None,
         *,
         scatter_dim: int,
         gather_dim: int,
@@ -85,7 +84,7 @@ def warmup_exchange(
         backward: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        group: dist.ProcessGroup | str | None = None,
+        group: Group | None = None,
     ) -> Plan:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
         of_w = depth_of(

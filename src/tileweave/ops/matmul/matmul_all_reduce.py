@@ -32,12 +32,12 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -47,6 +47,7 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
+    contiguous,
     operands_for_warmup,
     out_as_rows,
     plan_for,
@@ -57,6 +58,8 @@ from tileweave.planning.problem import MatmulConfig, Plan
 
 EPS = 1e-6
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+
 
 def matmul_all_reduce(
     x: torch.Tensor,
@@ -66,7 +69,7 @@ def matmul_all_reduce(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = EPS,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +82,9 @@ def matmul_all_reduce(
 
     Parameters
     ----------
-    x : [M, k] or [..., k], contiguous
+    x : [M, k] or [..., k]
         This rank's columns of the input, with the same shape on every rank.
+        Copied in each call if it is not contiguous.
 
     w : [N, k], rows contiguous
         This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
@@ -89,8 +93,9 @@ def matmul_all_reduce(
     bias : [N], optional
         Added once. The same values on every rank.
 
-    residual : [M, N] or [..., N], contiguous, optional
+    residual : [M, N] or [..., N], optional
         Added once. The same values on every rank.
+        Copied in each call if it is not contiguous.
 
     norm_weight : [N], optional
         Weight of RMSNorm, which is applied to the sum. The same values on every rank.
@@ -98,8 +103,9 @@ def matmul_all_reduce(
     norm_eps : float
         Added to the mean square in RMSNorm, at least 0. The same on every rank.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : [M, N] or [..., N], contiguous, optional
         Memory for the first result. Not with gradients.
@@ -137,13 +143,11 @@ def matmul_all_reduce(
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     if out is not None:
-        torch.ops.tileweave.matmul_all_reduce.out(
+        _INTO_OUT(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
         return out if residual_out is None else (out, residual_out)
-    y, kept = torch.ops.tileweave.matmul_all_reduce(
-        rows, w, bias, given, norm_weight, norm_eps, name
-    )
+    y, kept = _OPERATOR(rows, w, bias, given, norm_weight, norm_eps, name)
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
@@ -161,10 +165,12 @@ def _as_called(
     norm_eps: float = EPS,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return x, residual, out and residual_out as rows. Raises for what those no longer show."""
-    rows = as_rows(x, w)
-    if residual is not None and x.dim() > 2:
-        check_like_x("residual", residual, x, "[..., N]")
-        residual = residual.flatten(0, -2)
+    rows = as_rows(x, w, OP)
+    if residual is not None:
+        residual = contiguous(residual, "residual", OP)
+        if x.dim() > 2:
+            check_like_x("residual", residual, x, "[..., N]")
+            residual = residual.flatten(0, -2)
     if norm_weight is not None and (norm_eps is None or not 0 <= norm_eps < inf):
         require(
             False,
@@ -256,11 +262,11 @@ def _forward(
         y, kept = reference.matmul_all_reduce(
             x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out
         )
-        return y, x.new_empty(0) if kept is None else kept
+        return y, kept
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
-    return y, x.new_empty(0) if kept is None and out is None else kept
+    return y, kept
 
 
 def _fake(
@@ -337,7 +343,7 @@ def explain(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> Plan:
@@ -358,7 +364,7 @@ def warmup(
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
 ) -> Plan:
     """Reserve memory and compile for x [rows, depth] and w [cols, depth], so that a capture may
     follow. Collective.

@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
 from tileweave.ops.matmul.exchange_inputs import (
@@ -60,6 +61,8 @@ from tileweave.planning.matmul import plan_matmul_all_to_all
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+
 
 def matmul_all_to_all(
     x: torch.Tensor,
@@ -68,7 +71,7 @@ def matmul_all_to_all(
     *,
     scatter_dim: int,
     gather_dim: int,
-    group: dist.ProcessGroup | str | None = None,
+    group: Group | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply, and exchange parts of the product: part p along ``scatter_dim`` goes to rank p.
@@ -78,9 +81,10 @@ def matmul_all_to_all(
 
     Parameters
     ----------
-    x : [M, K] or [M, ..., K], contiguous
+    x : [M, K] or [M, ..., K]
         With the same shape on every rank. All dimensions but the last are
         flattened to rows.
+        Copied in each call if it is not contiguous.
 
     w : [N, K], rows or columns contiguous
         Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
@@ -95,8 +99,9 @@ def matmul_all_to_all(
     gather_dim : int
         0 concatenates the R parts that arrive along rows, 1 along columns; in rank order.
 
-    group : ProcessGroup or str, optional
-        The ranks that call together, or the group's name. None: the default group.
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
+        the default group.
 
     out : contiguous, optional
         Memory for the result, with its shape. Not with gradients.
@@ -126,11 +131,9 @@ def matmul_all_to_all(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
     )
     if out is not None:
-        torch.ops.tileweave.matmul_all_to_all.out(
-            rows, w, bias, scatter_dim, gather_dim, name, out=flat
-        )
+        _INTO_OUT(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
-    y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
+    y = _OPERATOR(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
         lead, cols = how.result(x.shape[0], w.shape[0], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)
@@ -147,7 +150,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
     """Return the exchange, and x and out as rows. Raises for what those no longer show."""
-    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
+    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w, OP)
     if x.dim() > 2 and w.dim() == 2:
         check_divides(how, x.shape[0], w.shape[0], rank_and_size(group_name)[1], "w")
     return how, rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)

@@ -176,7 +176,8 @@ def tickets(
 def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
     """Whether our kernel makes the routing plan of a group. It computes with integers only, so it
     runs on any device whose ranks share memory."""
-    return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)
+    can_run = machine.backend != "cpu" or interpreting
+    return world_size in FUSED_WORLD_SIZES and can_run and not machine.unreachable
 
 
 def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[DispatchConfig]:

@@ -1,0 +1,154 @@
+"""The configs that can run a problem: what a planner chooses among, and what a tuner measures.
+
+This is the only statement of which kernel takes which sizes. No torch, no triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tileweave.planning.machine import Machine
+from tileweave.planning.problem import MatmulConfig, Problem
+
+
+def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
+    """cuBLAS and one launch that communicates, by blocks of ``tile_m`` x ``tile_n`` elements."""
+    return MatmulConfig("library", "sm", tile_m, tile_n, 64, 1, num_warps)
+
+
+_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
+_WIDE = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, team=4)
+_SQUARE = MatmulConfig("hopper", "copy_engine", 128, 128, 64, 6, 8, group_m=4, team=4)
+_LOW = MatmulConfig("hopper", "copy_engine", 64, 256, 64, 4, 4, team=4)
+_SMALL = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4)
+_FLAT = MatmulConfig("hopper", "sm", 64, 128, 128, 4, 4, team=2)
+
+
+def _uncut(config: MatmulConfig, slices: int = 32) -> MatmulConfig:
+    return replace(config, split_tail=False, team=1, num_slices=slices)
+
+
+def _one_shot(m: int, n: int, k: int, stages: int, warps: int) -> MatmulConfig:
+    return MatmulConfig("triton", "sm", m, n, k, stages, warps, shots=1)
+
+
+_LARGE_BLOCKS = _launch(128, 8, 64), _launch(128, 16, 128)
+_GATHER = (
+    _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
+    _PER_SHARD,
+    _WIDE,
+    _uncut(_WIDE),
+    _SQUARE,
+    _uncut(_SQUARE),
+    _FLAT,
+    _SMALL,
+)
+_SCATTER = (
+    _launch(64, 4),
+    _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
+    *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
+    _uncut(replace(_SQUARE, group_m=8), 2),
+    _uncut(_SMALL),
+)
+_REDUCE = (
+    _launch(64, 4),
+    _launch(64),
+    _launch(128, 4),
+    *_LARGE_BLOCKS,
+    _one_shot(16, 16, 128, 6, 2),
+    _one_shot(16, 32, 128, 5, 2),
+    _one_shot(16, 32, 256, 5, 4),
+    _one_shot(16, 64, 256, 4, 4),
+    _one_shot(32, 64, 128, 5, 4),
+)
+_EXCHANGE_AFTER = (
+    _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
+    *(_uncut(_WIDE, slices) for slices in (1, 2, 4, 8)),
+    *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (1, 2)),
+)
+_EXCHANGE_BEFORE = (
+    _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
+    *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
+    _uncut(replace(_SQUARE, group_m=8), 1),
+    _uncut(_LOW, 1),
+    _FLAT,
+    _SMALL,
+)
+_HOPPER = {
+    "all_gather_matmul": _GATHER,
+    "matmul_reduce_scatter": _SCATTER,
+    "matmul_all_reduce": _REDUCE,
+    "matmul_all_to_all": _EXCHANGE_AFTER,
+    "all_to_all_matmul": _EXCHANGE_BEFORE,
+}
+
+
+# Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
+_SHARED_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+
+
+def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
+    """The candidates of a GPU without Hopper kernels: the Triton kernels with the same tiles."""
+    return tuple(
+        dict.fromkeys(
+            replace(c, kernel="triton", num_stages=stages, num_warps=c.tile_m // 16)
+            if c.kernel == "hopper"
+            else c
+            for c in configs
+            for stages in ((2, 3, 4) if c.kernel == "hopper" else (1,))
+            if stages <= c.num_stages
+        )
+    )
+
+
+_PORTABLE = {op: _portable(configs) for op, configs in _HOPPER.items()}
+
+
+def _interpreted(op: str) -> tuple[MatmulConfig, ...]:
+    """Small tiles for the interpreter on the CPU."""
+    if op == "matmul_all_reduce":
+        return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 64, 1, 4)
+    return tuple(
+        MatmulConfig("triton", transport, 16, 32, 64, 1, 4, num_slices=4, num_producers=1)
+        for transport in ("sm", "copy_engine")
+    )
+
+
+def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...]:
+    """The configs of ``op`` that can run ``p``. The unfused path always can, and is not listed."""
+    if machine.backend == "cpu":
+        known = _interpreted(op)
+    elif p.dtype == "float32":
+        known = ()  # not a tensor-core dtype
+    else:
+        known = (_HOPPER if machine.hopper else _PORTABLE)[op]
+    return tuple(config for config in known if can_run(op, config, p, machine))
+
+
+def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
+    return (c.tile_m + c.tile_n) * c.tile_k * p.itemsize * c.num_stages
+
+
+def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
+    """Whether config ``c`` of ``op`` can run a problem of these sizes."""
+    if op == "matmul_all_reduce" and c.kernel != "library" and p.rows > c.tile_m:
+        return False
+    if op != "matmul_all_reduce" and not c.fits_rows(p.rows):
+        return False
+    if machine.backend == "cpu":
+        return True
+    if c.kernel != "library" and _ring_bytes(c, p) > 1024 * _SHARED_KB.get(machine.arch, 99):
+        return False
+    if p.depth * p.itemsize % 16:
+        return False  # rows of K are no multiple of 16 bytes, which the copy hardware needs
+    if p.cols * p.itemsize % 16 and (c.kernel == "library" or op == "matmul_all_to_all"):
+        return False  # cuBLAS takes 2 to 3 times as long; tiles of an exchange leave by TMA
+    return op != "all_to_all_matmul" or c.kernel == "library" or p.depth % c.tile_k == 0

@@ -1,0 +1,1 @@
+"""Measure the candidates of a problem, and keep what was fastest."""

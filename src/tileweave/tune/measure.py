@@ -1,0 +1,104 @@
+"""The times of all candidates of one problem, interleaved, on all ranks.
+
+Candidates are timed through the public operator in CUDA graphs, so that the device decides and the
+host does not. The unfused path is always one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tileweave.bench.cases import Case
+from tileweave.bench.rivals import OURS
+from tileweave.bench.run import forget_case
+from tileweave.bench.samples import samples_of
+from tileweave.bench.subjects import TOLERANCE, worst
+from tileweave.launcher import Member
+from tileweave.planning.candidates import candidates
+from tileweave.planning.choices import forced
+from tileweave.planning.measurements import Measurement
+from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.profile.timing import measure
+
+UNFUSED_PATH = "unfused"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement, and what it was compared with.
+
+    wrong : candidates whose result is not right, with the error; they have no time.
+    rivals : microseconds of other functions, by name.
+    """
+
+    measurement: Measurement
+    wrong: dict[MatmulConfig | None, float] = field(default_factory=dict)
+    rivals: dict[str, float] = field(default_factory=dict)
+
+
+def problem_of(case: Case, world_size: int, itemsize: int = 2) -> Problem:
+    """The problem that the operator plans for ``case``."""
+    return Problem(world_size, *case.shard(world_size), itemsize, case.dtype)
+
+
+def measure_case(
+    member: Member,
+    case: Case,
+    seed: int,
+    *,
+    rivals: tuple[str, ...] = (),
+    only: Iterable[MatmulConfig] | None = None,
+    repeats: int = 5,
+    progress: Callable[[str], object] | None = None,
+) -> Measured:
+    """Time every candidate of ``case``. Collective; all ranks get the same result.
+
+    Parameters
+    ----------
+    rivals : names of other functions to time with them, of ``bench.rivals``.
+
+    only : candidates to time, besides the unfused path. None: all that can run.
+
+    repeats : timed repeats of each.
+    """
+    from tileweave.ops.core.registry import machine_of
+
+    made = samples_of(case.op).rival(case, member, (OURS, *rivals), seed)
+    ours, device = made.functions[OURS], member.device
+    problem = problem_of(case, member.world_size, made.dtype.itemsize)
+    found = candidates(case.op, problem, machine_of(device)) if only is None else only
+    configs: list[MatmulConfig | None] = [None, *found]
+    wrong: dict[MatmulConfig | None, float] = {}
+    functions: dict[str, Callable[[], object]] = {}
+    by_name: dict[str, MatmulConfig | None] = {}
+    for number, config in enumerate(configs):
+        if progress:
+            progress(f"checks candidate {number + 1} of {len(configs)}")
+        with forced(case.op, config):
+            error = max(worst(e, device, member.group) for e in made.errors())
+        if error > TOLERANCE[made.dtype]:
+            wrong[config] = error
+            continue
+        name = UNFUSED_PATH if config is None else f"{number}: {config}"
+        by_name[name] = config
+        functions[name] = _forcing(case.op, config, ours)
+    functions |= {name: made.functions[name] for name in rivals if name in made.functions}
+    timings = measure(
+        functions, member.group, device, repeats=repeats, graph=True, progress=progress
+    )
+    del functions, made, ours
+    forget_case(member)
+    us = {by_name[name]: t.median_us for name, t in timings.items() if name in by_name}
+    others = {name: t.median_us for name, t in timings.items() if name not in by_name}
+    return Measured(Measurement(case.op, problem, us), wrong, others)
+
+
+def _forcing(
+    op: str, config: MatmulConfig | None, call: Callable[[], object]
+) -> Callable[[], object]:
+    def forcing() -> None:
+        with forced(op, config):
+            call()
+
+    return forcing

@@ -1,0 +1,170 @@
+"""The cache of tuned results: where it is, every field checked, whole files, several writers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tileweave.errors import InputError
+from tileweave.planning import cache
+from tileweave.planning.cache import Key, Tuned
+from tileweave.planning.problem import MatmulConfig, Problem
+
+KEY = Key("NVIDIA H100 80GB HBM3", 132, 2, "580.65", "0.1.0", "2.11.0", "3.6.0", "all")
+CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
+OTHER = replace(CONFIG, tile_n=256)
+
+
+def tuned(rows: int, us: float = 10.0, op: str = "matmul_reduce_scatter") -> Tuned:
+    problem = Problem(2, rows, 4096, 2048, 2, "bfloat16")
+    return Tuned(op, problem, ((None, 12.0), (CONFIG, us), (OTHER, 11.5)))
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_folder_follows_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache.folder() == tmp_path
+    monkeypatch.delenv("TILEWEAVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache.folder() == Path("/x/tileweave")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache.folder() == Path("/home/someone/.cache/tileweave")
+
+
+def test_every_part_of_the_key_has_files_of_its_own() -> None:
+    others = [
+        replace(KEY, **{name: value})
+        for name, value in {
+            "gpu": "NVIDIA H200",
+            "num_sms": 114,
+            "world_size": 4,
+            "driver": "1",
+            "tileweave": "0.2",
+            "torch": "2.12",
+            "triton": "3.7",
+            "kernels": "portable",
+        }.items()
+    ]
+    names = {key.file_name for key in (KEY, *others)}
+    assert len(names) == 9 and all("/" not in name for name in names)
+
+
+def test_results_are_read_as_they_were_written() -> None:
+    assert cache.read(cache.path_of(KEY), KEY) == (None, ())
+    path = cache.merge(KEY, [tuned(64), tuned(128)])
+    assert cache.read(path, KEY) == (KEY, (tuned(128), tuned(64)))
+    cache.merge(KEY, [tuned(64, 9.0), tuned(64, op="matmul_all_reduce")])
+    found = cache.read(path, KEY)[1]
+    assert set(found) == {tuned(128), tuned(64, 9.0), tuned(64, op="matmul_all_reduce")}
+    assert [p.name for p in path.parent.iterdir() if p.suffix == ".part"] == []
+    assert cache.clear() == [path] and cache.files() == []
+
+
+def test_unfused_path_is_chosen_where_it_is_as_fast() -> None:
+    assert tuned(64).measurement.fastest() == CONFIG
+    assert tuned(64, 12.0).measurement.fastest() == OTHER
+    equal = Tuned("op", tuned(64).problem, ((CONFIG, 12.0), (None, 12.0)))
+    assert equal.measurement.fastest() is None
+    assert tuned(64).time_of(OTHER) == 11.5 and tuned(64).time_of(replace(CONFIG, team=2)) is None
+
+
+def change(path: tuple[Any, ...], value: object) -> str:
+    data = json.loads(cache.text_of(KEY, [tuned(64), tuned(128)]))
+    part = data
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    return json.dumps(data)
+
+
+TIME = ("entries", 0, "times", 1)
+BROKEN = {
+    "nothing": "",
+    "half": cache.text_of(KEY, [tuned(64)])[:200],
+    "deep": "[" * 100_000,
+    "list": "[]",
+    "more": change(("more",), 1),
+    "format": change(("format",), 2),
+    "key": change(("key",), []),
+    "gpu": change(("key", "gpu"), "NVIDIA H200"),
+    "sms": change(("key", "num_sms"), "132"),
+    "entries": change(("entries",), {}),
+    "entry": change(("entries", 0), 5),
+    "rows": change(("entries", 0, "rows"), 0),
+    "twice": change(("entries", 0, "rows"), 64),
+    "world": change(("entries", 0, "world_size"), 4),
+    "op": change(("entries", 0, "op"), "../x"),
+    "itemsize": change(("entries", 0, "itemsize"), 4),
+    "dtype": change(("entries", 0, "dtype"), "int8"),
+    "no times": change(("entries", 0, "times"), []),
+    "us": change((*TIME, "us"), float("nan")),
+    "us 0": change((*TIME, "us"), 0),
+    "us text": change((*TIME, "us"), "9"),
+    "kernel": change((*TIME, "config", "kernel"), "cutlass"),
+    "tile": change((*TIME, "config", "tile_m"), 48),
+    "field": change((*TIME, "config", "colour"), 1),
+    "config": change((*TIME, "config"), []),
+    "no unfused": change(("entries", 0, "times", 0, "config"), asdict(replace(CONFIG, shots=1))),
+    "two unfused": change((*TIME, "config"), None),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_broken_file_is_refused_by_name(text: str) -> None:
+    path = cache.path_of(KEY)
+    path.write_text(text)
+    for use in (lambda: cache.read(path, KEY), lambda: cache.merge(KEY, [tuned(1)])):
+        with pytest.raises(InputError) as error:
+            use()
+        assert str(path) in str(error.value) and "remedy: tileweave tune --clear" in str(
+            error.value
+        )
+    assert path.read_text() == text, "it is kept as it is"
+    assert cache.clear() == [path]
+
+
+def test_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="remedy: set TILEWEAVE_CACHE"):
+        cache.require_writable(KEY)
+
+
+def test_writer_that_waits_too_long_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.2)
+    path = cache.path_of(KEY)
+    with (
+        cache._locked(path),
+        pytest.raises(InputError, match="another process locks"),
+        cache._locked(path),
+    ):
+        pass
+    cache.merge(KEY, [tuned(1)])
+
+
+def _write_many(first: int) -> None:
+    for rows in range(first, first + 8):
+        cache.merge(KEY, [tuned(rows)])
+
+
+def test_writers_at_the_same_time_keep_each_others_results() -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(100 * n + 1,)) for n in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    assert len(cache.read(cache.path_of(KEY), KEY)[1]) == 32
