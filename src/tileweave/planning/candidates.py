@@ -90,6 +90,8 @@ _HOPPER = {
     "all_to_all_matmul": _EXCHANGE_BEFORE,
 }
 
+TUNABLE = tuple(_HOPPER)  # operators with candidates
+
 
 def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
     """The candidates of a GPU without Hopper kernels: the Triton kernels with the same tiles."""
