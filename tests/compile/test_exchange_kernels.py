@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compile.harness import Compiled, on_targets
+from tests.compile.harness import TARGETS, Compiled, on_targets
 from tests.compile.ptx_lint import lint, operations
 from tests.compile.test_all_gather_kernels import (
     DEPTH,
@@ -37,6 +37,7 @@ from tests.compile.test_reduction_kernels import check_marked, loads_of
 
 from tileweave.kernels.all_gather import hopper as all_gather_matmul_hopper
 from tileweave.kernels.all_gather import triton as all_gather_matmul
+from tileweave.kernels.all_to_all import exchange
 from tileweave.kernels.all_to_all import scatter_hopper as matmul_all_to_all_hopper
 from tileweave.kernels.all_to_all import scatter_triton as matmul_all_to_all
 from tileweave.ops.matmul.all_gather_matmul_fused import _cut
@@ -146,6 +147,29 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         launch = all_gather_matmul.launcher(peers, schedule, c, parts)
     kept = torch.empty(rows, depth, dtype=dtype) if case.kept else None
     return compile_one(lambda: launch(x, w, bias, out, kept, 0), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("how", [QKV, PROJECTION], ids=str)
+def test_the_launch_next_to_cublas_moves_16_bytes_at_once(how: Exchange, target: str) -> None:
+    """Also where rows of a part are at odd multiples of 16 bytes: of 8 elements."""
+    depth = WORLD_SIZE * 264
+    x, out = (
+        torch.empty(shape, dtype=torch.bfloat16)
+        for shape in ((M, depth), how.result(M, depth, WORLD_SIZE))
+    )
+    config = MatmulConfig("library", "sm", 16, 128, 64, num_stages=1, num_warps=8)
+    peers = endpoint(x.numel(), x.dtype)
+    launch = exchange.launcher(peers, WORLD_SIZE, RANK, (M, depth), how, 2, 132, config)
+    compiled = compile_one(lambda: launch(x, out), target)
+    assert compiled.name == "exchange_parts_kernel"
+    assert compiled.registers is not None and compiled.registers <= 168
+    assert compiled.spills is not None and compiled.spills <= STACK
+    if compiled.ptx:
+        check_marked(compiled, WORLD_SIZE - 1)
+        moved = re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global\.v4\.b32", compiled.ptx)
+        # pushed, the own part, and what is taken: loaded, zeros, stored
+        assert len(moved) >= 2 * (WORLD_SIZE - 1) + 2 + 3
 
 
 @pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES), ids=str)

@@ -3,6 +3,8 @@ tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ def kept(
     """The kernel returns the exchanged x, which wgrad needs, bit by bit. Tiles span sources where
     there are few rows."""
     exchange, group = Exchange(*how), dist.group.WORLD
+    assert group is not None
     for number, rows in enumerate((20 * scale, 3 * scale)):
         if config.transport == "copy_engine" and rows < config.tile_m and how[1] == 0:
             continue
@@ -50,14 +53,18 @@ def kept(
         assert torch.equal(got, want), f"rank {me.rank}, {how}, {rows} rows: another exchanged x"
 
 
-@pytest.mark.parametrize("transport", ["sm", "copy_engine"])
+SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [SM, replace(SM, transport="copy_engine"), replace(SM, kernel="library")],
+    ids=lambda config: f"{config.kernel}-{config.transport}",
+)
 @pytest.mark.parametrize(
     "how", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda how: f"{how[0]}{how[1]}"
 )
-def test_the_exchanged_input(worlds: Worlds, how: tuple[int, int], transport: str) -> None:
-    config = MatmulConfig(
-        "triton", transport, 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
-    )
+def test_the_exchanged_input(worlds: Worlds, how: tuple[int, int], config: MatmulConfig) -> None:
     worlds("gloo", 3).run(kept, how, config)
 
 

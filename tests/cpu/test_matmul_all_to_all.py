@@ -258,7 +258,7 @@ transports = pytest.mark.parametrize(
 )
 each_kernel = pytest.mark.parametrize(
     ("op", "config"),
-    [(OUT, SM), (OUT, COPY_ENGINE), (OUT, LIBRARY), (IN, SM), (IN, COPY_ENGINE)],
+    [(op, config) for op in (OUT, IN) for config in (SM, COPY_ENGINE, LIBRARY)],
     ids=lambda value: value if isinstance(value, str) else f"{value.kernel}-{value.transport}",
 )
 

@@ -11,7 +11,7 @@ SOURCES, PUSHES, REMOTE = (
     "ops/matmul/all_gather_matmul_fused.py",
     "device/triton/remote.py",
 )
-WORDS = "device/triton/signal.py"
+WORDS, LAUNCH = "device/triton/signal.py", "kernels/all_to_all/exchange.py"
 
 _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
 _DONE = "    await_pushed(peers, epoch, WORLD_SIZE)\n"
@@ -155,5 +155,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "(place * rows + begin) * width",
         "(place * rows) * width",
         IN + "copy engine",
+    ),
+    # --- the launch that precedes or follows cuBLAS ---
+    Mutant("one slot for parts", LAUNCH, "(epoch & 1)", "(epoch & 0)", IN + "library"),
+    Mutant(
+        "parts into the neighbour's index",
+        LAUNCH,
+        "(source > reader)",
+        "(source < reader)",
+        IN + "library",
+    ),
+    Mutant(
+        "the last peer gets no part",
+        LAUNCH,
+        "tl.static_range(1, WORLD_SIZE)",
+        "tl.static_range(1, WORLD_SIZE - 1)",
+        IN + "library",
+    ),
+    Mutant(
+        "a part is stored as the neighbour's",
+        LAUNCH,
+        "place >= rank",
+        "place > rank",
+        OUT + "library",
     ),
 )

@@ -35,6 +35,7 @@ LAYERS = (
     ("ops",),
     ("nn", "profile", "launcher"),
     ("__init__",),
+    ("integrations",),
     ("bench",),
     ("tune",),
     ("explore",),

@@ -78,9 +78,14 @@ def test_concurrent_copies_are_joined_only_where_needed(
     anyway."""
     transport = NotingTransport()
     transport.device = torch.device(device)
-    transport.push = lambda copies, given, launch: launch()  # type: ignore[method-assign]
+    transport.push = lambda copies, given, queue, launch, capturing: launch()  # type: ignore[method-assign]
     instance, said = (
-        SimpleNamespace(transport=transport, calls=1, launched=lambda: said.append("launched")),
+        SimpleNamespace(
+            transport=transport,
+            interpreted=device == "cpu",
+            calls=1,
+            launched=lambda: said.append("launched"),
+        ),
         [],
     )
     push_with_launch(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
@@ -97,7 +102,9 @@ def test_failed_launch_is_joined_and_not_counted(device: str) -> None:
         raise MemoryError
 
     transport.push = fails  # type: ignore[method-assign]
-    instance = SimpleNamespace(transport=transport, calls=1, launched=lambda: None)
+    instance = SimpleNamespace(
+        transport=transport, interpreted=device == "cpu", calls=1, launched=lambda: None
+    )
     with pytest.raises(MemoryError):
         push_with_launch(instance, lambda: None, Copies([]), 0, False)  # type: ignore[arg-type]
     assert transport.events == ["join"] and instance.calls == 1

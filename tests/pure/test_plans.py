@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tileweave.planning.machine import CPU, H200, Machine
 from tileweave.planning.matmul import (
-    MEASURED_ALL_REDUCE_ROWS,
     plan_all_gather_matmul,
     plan_all_to_all_matmul,
     plan_matmul_all_reduce,

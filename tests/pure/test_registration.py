@@ -27,10 +27,10 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def device(wanted: Any) -> Iterator[None]:
         found.append(wanted)
         with monkeypatch.context() as inside:
-            inside.setattr(torch.cuda, "current_device", lambda: wanted)
+            inside.setattr(registry, "_current_device", lambda: wanted)
             yield
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(registry, "_current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
     return found
 
@@ -44,7 +44,7 @@ def test_operator_runs_on_the_device_of_its_tensors(
     """A tensor on the CPU among others that are not is refused by the checks of the operator."""
     seen = []
     run = registry._as_given(
-        SCHEMA, "cuda", lambda *args, out: seen.append((args, out, torch.cuda.current_device()))
+        SCHEMA, "cuda", lambda *args, out: seen.append((args, out, registry._current_device()))
     )
     x = SimpleNamespace(get_device=lambda: on, device=on)
     run([], x, [1, 2], "", out=7)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tileweave.commands.simulate import app, sweep
 from tileweave.errors import InputError
-from tileweave.sim import astra, replay
 from tileweave.planning.costs import Costs
+from tileweave.sim import astra, replay
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
 from tileweave.sim.workload import read_scenario, scenario_of, simulate_all

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
+from tileweave.planning.costs import Costs, Curve
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import exchange_schedule_for, scatter_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of
-from tileweave.planning.costs import Costs, Curve
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
 from tileweave.sim.operators import Operators
 from tileweave.sim.tiles import KernelRun, gather_matmul, scatter_matmul

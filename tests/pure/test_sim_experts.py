@@ -11,12 +11,12 @@ from math import isclose
 import pytest
 
 from tileweave.planning.combine import plan_combine
+from tileweave.planning.costs import Costs
 from tileweave.planning.machine import Machine
 from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.sim import moe
 from tileweave.sim.advise import advise, memory_of
 from tileweave.sim.collectives import Group
-from tileweave.planning.costs import Costs
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
 from tileweave.sim.moe import known_experts
 from tileweave.sim.operators import Operators

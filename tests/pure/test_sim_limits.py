@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tileweave.errors import InputError
+from tileweave.planning.costs import load_calibration
 from tileweave.sim import dlrm, moe, serving, training
 from tileweave.sim.cells import holds_cells, read_cells, read_tables
 from tileweave.sim.collectives import Group
-from tileweave.planning.costs import load_calibration
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster
 from tileweave.sim.operators import Operators, OpTime

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileweave.errors import InputError
-from tileweave.sim.collectives import Group, Protocol, collective_time, group_of, phases, run_sliced
 from tileweave.planning.costs import load_calibration
+from tileweave.sim.collectives import Group, Protocol, collective_time, group_of, phases, run_sliced
 from tileweave.sim.machine import Cluster, Network, make_cluster, presets, with_gpus
 from tileweave.sim.network import Flow, Links, message, share, torus_hops, view
 from tileweave.sim.step import between

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from tileweave.commands.simulate import app
 from tileweave.errors import InputError
+from tileweave.planning.costs import Costs, load_calibration
 from tileweave.sim import astra, chakra, training
 from tileweave.sim.chakra import COLL, COMP, RECV, SEND, Node
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
-from tileweave.planning.costs import Costs, load_calibration
 from tileweave.sim.machine import Cluster, Network, make_cluster, with_gpus
 from tileweave.sim.replay import cluster_for, replay
 from tileweave.sim.step import Timeline

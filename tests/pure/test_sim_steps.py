@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tileweave.errors import InputError
+from tileweave.planning.costs import Costs, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import scatter_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -23,7 +24,6 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.planning.table import nearest
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
-from tileweave.planning.costs import Costs, load_calibration
 from tileweave.sim.machine import Network, make_cluster, with_gpus
 from tileweave.sim.operators import Operators
 from tileweave.sim.sensitivity import sensitivity

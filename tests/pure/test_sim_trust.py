@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tileweave.commands.simulate import app
 from tileweave.errors import InputError, UnsupportedError
+from tileweave.planning.costs import load_calibration
 from tileweave.sim import crosscheck
 from tileweave.sim.cells import Cell, alone, read_cells
-from tileweave.planning.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
 from tileweave.sim.measurements import STEADY, merge_runs, quantity_of, unsteadiness
 from tileweave.sim.packaged import devices, packaged_cells, write

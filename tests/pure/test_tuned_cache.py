@@ -71,10 +71,10 @@ def test_results_are_read_as_they_were_written() -> None:
 
 
 def test_unfused_path_is_chosen_where_it_is_as_fast() -> None:
-    assert tuned(64).choice.config == CONFIG and tuned(64).choice.us == 10.0
-    assert tuned(64, 12.0).choice.config == OTHER
+    assert tuned(64).measurement.fastest() == CONFIG
+    assert tuned(64, 12.0).measurement.fastest() == OTHER
     equal = Tuned("op", tuned(64).problem, ((CONFIG, 12.0), (None, 12.0)))
-    assert equal.choice.config is None
+    assert equal.measurement.fastest() is None
     assert tuned(64).time_of(OTHER) == 11.5 and tuned(64).time_of(replace(CONFIG, team=2)) is None
 
 

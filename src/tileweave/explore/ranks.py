@@ -307,6 +307,7 @@ class ModelTransport:
         source: int = 0,
         queue: int = 0,
         launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
         if launch is not None:

@@ -139,6 +139,15 @@ SCENARIOS = (
         captured=True,
     ),
     Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 16, 16)), _ALL, (1, 2, 3)),
+    Exchanged(
+        "library",
+        IN,
+        triton_config("sm", kernel="library"),
+        ((16, 16, 16), (5, 16, 8)),
+        _ALL,
+        (1, 2, 3),
+        kept=True,
+    ),
     Exchanged("copy engine", IN, triton_config("copy_engine"), ((32, 16, 16),), _ALL, (1, 2)),
     Exchanged(
         "copy engine, kept",

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError
-from tileweave.planning.choices import Choice
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
 from tileweave.planning.table import read_config
 
@@ -69,10 +69,8 @@ class Tuned:
         return next((us for known, us in self.times if known == config), None)
 
     @property
-    def choice(self) -> Choice:
-        """The fastest config; the unfused path if it is as fast."""
-        config, us = min(self.times, key=lambda time: (time[1], time[0] is not None))
-        return Choice(self.op, self.problem, config, us)
+    def measurement(self) -> Measurement:
+        return Measurement(self.op, self.problem, dict(self.times))
 
 
 def folder() -> Path:

@@ -11,9 +11,9 @@ from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
 
 
-def _launch(tile_n: int, num_warps: int = 8) -> MatmulConfig:
-    """cuBLAS and one launch that communicates, by blocks of 16 x ``tile_n`` elements."""
-    return MatmulConfig("library", "sm", 16, tile_n, 64, 1, num_warps)
+def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
+    """cuBLAS and one launch that communicates, by blocks of ``tile_m`` x ``tile_n`` elements."""
+    return MatmulConfig("library", "sm", tile_m, tile_n, 64, 1, num_warps)
 
 
 _PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
@@ -22,7 +22,6 @@ _SQUARE = MatmulConfig("hopper", "copy_engine", 128, 128, 64, 6, 8, group_m=4, t
 _LOW = MatmulConfig("hopper", "copy_engine", 64, 256, 64, 4, 4, team=4)
 _SMALL = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4)
 _FLAT = MatmulConfig("hopper", "sm", 64, 128, 128, 4, 4, team=2)
-_PUSHED = MatmulConfig("hopper", "sm", 128, 128, 64, 6, 8, team=2)
 
 
 def _uncut(config: MatmulConfig, slices: int = 32) -> MatmulConfig:
@@ -33,17 +32,16 @@ def _one_shot(m: int, n: int, k: int, stages: int, warps: int) -> MatmulConfig:
     return MatmulConfig("triton", "sm", m, n, k, stages, warps, shots=1)
 
 
+_LARGE_BLOCKS = _launch(128, 8, 64), _launch(128, 16, 128)
 _GATHER = (
     _launch(128),
     _launch(256),
+    *_LARGE_BLOCKS,
     _PER_SHARD,
     _WIDE,
     _uncut(_WIDE),
     _SQUARE,
     _uncut(_SQUARE),
-    _LOW,
-    _uncut(_LOW),
-    _PUSHED,
     _FLAT,
     _SMALL,
 )
@@ -51,31 +49,33 @@ _SCATTER = (
     _launch(64, 4),
     _launch(128),
     _launch(256),
+    *_LARGE_BLOCKS,
     *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
-    *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (1, 2)),
-    _uncut(_LOW, 1),
-    _uncut(_PUSHED),
+    _uncut(replace(_SQUARE, group_m=8), 2),
     _uncut(_SMALL),
 )
 _REDUCE = (
     _launch(64, 4),
     _launch(64),
     _launch(128, 4),
-    _launch(128),
+    *_LARGE_BLOCKS,
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
     _one_shot(16, 64, 256, 4, 4),
-    _one_shot(32, 32, 256, 3, 4),
     _one_shot(32, 64, 128, 5, 4),
 )
 _EXCHANGE_AFTER = (
     _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
     *(_uncut(_WIDE, slices) for slices in (1, 2, 4, 8)),
     *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (1, 2)),
-    _uncut(_LOW, 1),
 )
 _EXCHANGE_BEFORE = (
+    _launch(128),
+    _launch(256),
+    *_LARGE_BLOCKS,
     *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
     _uncut(replace(_SQUARE, group_m=8), 1),
     _uncut(_LOW, 1),

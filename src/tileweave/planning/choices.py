@@ -1,42 +1,24 @@
-"""Configs that were measured on this machine, or that a caller forces. They precede predictions.
+"""What was measured on this machine, and what a caller forces.
 
 A tuner measures candidates of a problem: it forces one after the other (:func:`forced`), and
-installs the fastest (:func:`install`). All ranks must install the same choices. No torch, no
-triton.
+installs their times (:func:`install`). All ranks must install the same. No torch, no triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The config that was measured fastest for ``problem``.
-
-    op : the operator.
-    problem : its sizes, as the operator's planner counts them.
-    config : None for the unfused path.
-    us : time in microseconds; None if it is not known.
-    """
-
-    op: str
-    problem: Problem
-    config: MatmulConfig | None
-    us: float | None = None
-
-
-_INSTALLED: dict[tuple[str, Problem], Choice] = {}
+_INSTALLED: dict[tuple[str, Problem], Measurement] = {}
 _FORCED: dict[str, MatmulConfig | None] = {}
 _ON_CHANGE: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Have ``forget`` called whenever choices change: it drops plans that were kept."""
+    """Have ``forget`` called whenever choices change: it drops what was derived from them."""
     _ON_CHANGE.append(forget)
 
 
@@ -45,28 +27,36 @@ def _changed() -> None:
         forget()
 
 
-def install(choices: Iterable[Choice]) -> None:
-    """Plan these problems as measured from now on. Later choices of a problem replace earlier."""
-    _INSTALLED.update({(choice.op, choice.problem): choice for choice in choices})
+def install(measurements: Iterable[Measurement]) -> None:
+    """Plan by these measurements, too, from now on. Later ones of a problem replace earlier."""
+    _INSTALLED.update({(one.op, one.problem): one for one in measurements})
     _changed()
 
 
 def clear() -> None:
-    """Forget all installed choices."""
+    """Forget all installed measurements."""
     _INSTALLED.clear()
     _changed()
 
 
-def installed(op: str) -> tuple[Choice, ...]:
-    """All installed choices of ``op``."""
-    return tuple(choice for (name, _), choice in _INSTALLED.items() if name == op)
+def installed(op: str) -> tuple[Measurement, ...]:
+    """All installed measurements of ``op``."""
+    return tuple(one for (name, _), one in _INSTALLED.items() if name == op)
 
 
-def find(op: str, problem: Problem) -> Choice | None:
-    """The forced config of ``op``, or the one that was measured for exactly this problem."""
-    if op in _FORCED:
-        return Choice(op, problem, _FORCED[op])
+def find(op: str, problem: Problem) -> Measurement | None:
+    """What was installed for exactly this problem."""
     return _INSTALLED.get((op, problem))
+
+
+def is_forced(op: str) -> bool:
+    """Whether :func:`forced` holds for ``op``."""
+    return op in _FORCED
+
+
+def forced_config(op: str) -> MatmulConfig | None:
+    """The config that is forced; None: the unfused path."""
+    return _FORCED[op]
 
 
 @contextmanager

@@ -16,15 +16,17 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 from tileweave.errors import InputError, require
+from tileweave.planning.machine import Machine
 from tileweave.planning.schedules.gather import cdiv
 
+PACKAGED = ("h100", "h200")
 REFERENCE = "h200"  # where the coefficients of the simulator were measured
 # Tile shapes (rows x columns of the output) that cuBLAS has for Hopper.
 _TILES = tuple(
@@ -60,6 +62,41 @@ class DataSheet:
     memory_rate: float
     num_sms: int
     link_rate: float
+
+
+# Data sheets by a part of the device's name; dense bf16. Without NVLink: PCIe.
+_SHEETS = {
+    "H200": DataSheet(989e12, 4.8e12, 132, 450e9),
+    "H100 PCIe": DataSheet(756e12, 2.0e12, 114, 300e9),
+    "H100 NVL": DataSheet(835e12, 3.9e12, 132, 300e9),
+    "H100": DataSheet(989e12, 3.35e12, 132, 450e9),
+    "H800": DataSheet(989e12, 3.35e12, 132, 200e9),
+    "H20": DataSheet(148e12, 4.0e12, 78, 450e9),
+    "A100": DataSheet(312e12, 2.0e12, 108, 300e9),
+    "A800": DataSheet(312e12, 2.0e12, 108, 200e9),
+    "L40S": DataSheet(362e12, 0.864e12, 142, 32e9),
+    "L40": DataSheet(181e12, 0.864e12, 142, 32e9),
+    "L4": DataSheet(121e12, 0.3e12, 58, 32e9),
+    "B200": DataSheet(2250e12, 8.0e12, 148, 900e9),
+    "B300": DataSheet(2250e12, 8.0e12, 148, 900e9),
+    "MI300X": DataSheet(1307e12, 5.3e12, 304, 448e9),
+}
+
+
+def data_sheet(machine: Machine) -> DataSheet:
+    """The data sheet of a machine; of one that is not known, that of H100 by its number of
+    multiprocessors."""
+    for name, sheet in _SHEETS.items():
+        if name in machine.name:
+            return replace(sheet, num_sms=machine.num_sms or sheet.num_sms)
+    part = max(machine.num_sms, 1) / HOPPER_SMS
+    h100 = _SHEETS["H100"]
+    return replace(
+        h100,
+        flops=h100.flops * part,
+        memory_rate=h100.memory_rate * part,
+        num_sms=max(machine.num_sms, 1),
+    )
 
 
 HOPPER_FLOPS, HOPPER_SMS = 989e12, 132  # of H200 and H100, which coefficients were measured on
@@ -205,9 +242,10 @@ class Calibration:
 
 @cache
 def load_calibration(path: str | None = None) -> Calibration:
-    """A calibration file; by default the one of this package, measured on H200."""
-    if path is None:
-        found = resources.files("tileweave.planning") / "calibration" / f"{REFERENCE}.json"
+    """A calibration file: a path, or the name of one of this package. None: the one that was
+    measured on H200."""
+    if path is None or path in PACKAGED:
+        found = resources.files("tileweave.planning") / "calibration" / f"{path or REFERENCE}.json"
         data = json.loads(found.read_text("utf-8"))
     else:
         data = _calibration_at(Path(path))
@@ -344,6 +382,15 @@ class Costs:
             best = min(best, cdiv(tiles, sms) * one)
         memory = groups * (m * k + n * k + m * n) * 2 / self.memory_rate
         return self.c.matmul_launch + self.throttled(self._overlapped(best, memory))
+
+    def nccl(self, kind: str, world: int, nbytes: float, link_rate: float) -> float:
+        """An NCCL collective of ``nbytes`` on each rank inside a node: of the gathered tensor, of
+        the tensor that is reduced, or of what a rank sends to all. By the curve of the nearest
+        measured world size."""
+        curves = [curve for curve in self.c.nccl if curve.kind == kind]
+        curve = min(curves, key=lambda one: abs(math.log(one.world / world)))
+        moved = nbytes * (world - 1) / world * (2.0 if kind == "all_reduce" else 1.0)
+        return curve.latency + moved / (curve.fraction(nbytes) * link_rate)
 
     def stream(self, nbytes: float) -> float:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""

@@ -7,27 +7,27 @@ and when the unfused one is faster; ``tw.explain`` prints what it says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 from tileweave.planning import choices
+from tileweave.planning.candidates import can_run
 from tileweave.planning.machine import Machine
+from tileweave.planning.planner import planner_of
 from tileweave.planning.problem import (
     MOST_ELEMENTS,
     MatmulConfig,
     Plan,
+    Predicted,
     Problem,
     TransportName,
-    why_no_kernel,
     why_unfused,
 )
 from tileweave.planning.schedules.gather import Parts, TileSchedule, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
-from tileweave.planning.table import nearest, tuned_entries
+from tileweave.planning.table import tuned_entries
 
-MEASURED_ALL_REDUCE_ROWS = 512
-ONE_SHOT_ROWS = 16  # up to here all partial sums together are far fewer bytes than the weight
+ONE_SHOT_ROWS = 16  # of interpreted calls
 
 
 def schedule_for(
@@ -106,28 +106,148 @@ def exchange_schedule_for(
 def plan_all_gather_matmul(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The plan of an all_gather_matmul: what can run, then what is fastest."""
-    p = problem
-    early = _unmeasured_plan("all_gather_matmul", p, machine, interpreting, "gather", "a shard")
-    if early is not None:
-        return early
-    plan = _plan_gpu(
-        "all_gather_matmul",
-        p,
-        machine,
-        p.rows * p.world_size,
-        lambda c: c.fits_rows(p.rows) and _aligned_for_cublas(c, p),
-    )
-    if plan.config is None or p.depth * p.itemsize % 32 == 0:
-        return plan
-    config, change = _config_for_odd_rows(plan.config, p)
-    return (
-        plan
-        if config == plan.config
-        else replace(plan, config=config, reason=f"{plan.reason}; {change}, {_ODD_ROWS}")
-    )
+    """The plan of an all_gather_matmul. ``rows`` = m, the rows of a shard; ``cols`` = n, ``depth``
+    = K."""
+    return _plan("all_gather_matmul", problem, machine, interpreting)
 
 
+def plan_matmul_reduce_scatter(
+    problem: Problem, machine: Machine, interpreting: bool
+) -> Plan[MatmulConfig]:
+    """The plan of a matmul_reduce_scatter. ``rows`` = M/R, the rows of one rank's result; ``cols``
+    = N; ``depth`` = K/R."""
+    return _plan("matmul_reduce_scatter", problem, machine, interpreting)
+
+
+def plan_matmul_all_to_all(
+    problem: Problem, machine: Machine, interpreting: bool
+) -> Plan[MatmulConfig]:
+    """The plan of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
+    K."""
+    return _plan("matmul_all_to_all", problem, machine, interpreting)
+
+
+def plan_all_to_all_matmul(
+    problem: Problem, machine: Machine, interpreting: bool
+) -> Plan[MatmulConfig]:
+    """The plan of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
+    ``cols`` = N."""
+    return _plan("all_to_all_matmul", problem, machine, interpreting)
+
+
+def plan_matmul_all_reduce(
+    problem: Problem, machine: Machine, interpreting: bool
+) -> Plan[MatmulConfig]:
+    """The plan of a matmul_all_reduce. ``rows`` = M, the rows of the whole result; ``cols`` = N;
+    ``depth`` = K/R."""
+    return _plan("matmul_all_reduce", problem, machine, interpreting)
+
+
+# What each operator does with shards, for the reasons that plans give.
+_PURPOSE = {
+    "all_gather_matmul": "gather",
+    "matmul_reduce_scatter": "reduce",
+    "matmul_all_reduce": "reduce",
+    "matmul_all_to_all": "exchange",
+    "all_to_all_matmul": "exchange",
+}
+
+
+def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
+    """What can run, then what is fastest: measured here, otherwise predicted."""
+    if p.world_size == 1:
+        return Plan("local", f"a group of one rank has nothing to {_PURPOSE[op]}")
+    reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
+    if reason is None and p.rows * p.depth > MOST_ELEMENTS:
+        reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
+    if reason is not None:
+        return Plan("unfused", reason)
+    if choices.is_forced(op):
+        return _planned(choices.forced_config(op), "forced")
+    if machine.backend == "cpu":
+        measured = choices.find(op, p)
+        return _plan_cpu(op, p) if measured is None else _planned(measured.fastest(), "measured")
+    reason = _why_not_on_gpu(p)
+    if reason is not None:
+        return Plan("unfused", reason)
+    return _with_table(op, p, machine) or _predicted(op, p, machine)
+
+
+def _planned(
+    config: MatmulConfig | None, reason: str, found: tuple[Predicted, ...] = ()
+) -> Plan[MatmulConfig]:
+    return Plan("unfused" if config is None else "fused", reason, config, candidates=found)
+
+
+def _why_not_on_gpu(p: Problem) -> str | None:
+    if p.dtype == "float32":
+        return "float32 is not a tensor-core dtype"
+    if p.depth * p.itemsize % 16:
+        return (
+            f"rows of K = {p.depth} are not a multiple of 16 bytes, which the copy hardware needs"
+        )
+    return None
+
+
+def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
+    """Small tiles for the interpreter; by rows, so that every path is tried on the CPU."""
+    if op == "matmul_all_reduce":
+        one_shot = p.rows <= ONE_SHOT_ROWS
+        config = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
+        if one_shot:
+            config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=1)
+        return Plan(
+            "fused",
+            f"interpreted; {p.rows} rows, {'one shot' if one_shot else 'two shots'}",
+            config,
+        )
+    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
+    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
+    config = MatmulConfig(
+        "triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1
+    )
+    return Plan("fused", f"interpreted; {p.rows} rows per rank", config)
+
+
+def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | None:
+    """The plan by a table of what was fastest among more than two GPUs, near the shapes of the
+    table; else None."""
+    if p.world_size == 2 or not machine.hopper or choices.find(op, p) is not None:
+        return None
+    rows = p.rows if op == "matmul_all_reduce" else p.rows * p.world_size
+    near = [
+        entry
+        for entry in tuned_entries(op)
+        if entry.world_size == p.world_size
+        and entry.distance(rows, p.cols, p.depth, p.world_size) <= _NEAR
+        and can_run(op, entry.config, p, machine)
+    ]
+    if not near:
+        return None
+    best = min(near, key=lambda entry: entry.distance(rows, p.cols, p.depth, p.world_size))
+    where = f"M={best.rows}, {best.cols} local columns, K={best.depth} on {best.world_size} GPUs"
+    return Plan("fused", f"as measured for {where}", best.config)
+
+
+def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
+    found = planner_of(op, machine).predictions(p)
+    best = found[0]
+    unfused = next(one for one in found if one.config is None)
+    if best is unfused and len(found) == 1:
+        return Plan("unfused", f"no kernel that is known to be ahead on {machine.name} takes it")
+    kind = "predicted" if best.measured_us is None else "measured here"
+    reason = f"{kind} {best.expected_us:.1f} us"
+    if best is unfused:
+        return _planned(None, f"{reason}; the next takes {found[1].expected_us:.1f}", found)
+    config, change = best.config, ""
+    if op == "all_gather_matmul" and config is not None and p.depth * p.itemsize % 32:
+        config, change = _config_for_odd_rows(config, p)
+    if config != best.config:
+        reason = f"{reason}; {change}, {_ODD_ROWS}"
+    return _planned(config, f"{reason}; unfused {unfused.expected_us:.1f}", found)
+
+
+_NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
 # Multiply-adds of a shard that take about 100 us, enough to hide the host's work for its launch.
@@ -143,9 +263,7 @@ def _config_for_odd_rows(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig
     """
     if config.transport == "sm" or config.kernel != "hopper":
         return config, ""
-    if p.rows * p.cols * p.depth >= _MIN_PRODUCTS_PER_SHARD and _aligned_for_cublas(
-        _CUBLAS_PER_SHARD, p
-    ):
+    if p.rows * p.cols * p.depth >= _MIN_PRODUCTS_PER_SHARD and p.cols * p.itemsize % 16 == 0:
         return _CUBLAS_PER_SHARD, "cuBLAS"
     return _widened(config), "wider tiles"
 
@@ -163,171 +281,4 @@ def _widened(config: MatmulConfig) -> MatmulConfig:
         cut_bands=False,
         team=4,
         split_tail=True,
-    )
-
-
-def _without_fusion(
-    p: Problem, machine: Machine, interpreting: bool, purpose: str
-) -> Plan[MatmulConfig] | None:
-    """The plan of a call that no fused operator can run or speed up; None if one may."""
-    if p.world_size == 1:
-        return Plan("local", f"a group of one rank has nothing to {purpose}")
-    reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
-    if reason is None and p.rows * p.depth > MOST_ELEMENTS:
-        reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
-    return None if reason is None else Plan("unfused", reason)
-
-
-def _unmeasured_plan(
-    op: str, p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str
-) -> Plan[MatmulConfig] | None:
-    """The plan of a call that needs no prediction: it is not fused, it was measured or it is
-    interpreted; else None."""
-    early = _without_fusion(p, machine, interpreting, purpose) or _chosen_plan(op, p)
-    if early is not None or machine.backend != "cpu":
-        return early
-    return _plan_cpu(p, of_what)
-
-
-def _chosen_plan(op: str, p: Problem) -> Plan[MatmulConfig] | None:
-    """The plan of a problem that was measured on this machine, or that is forced; else None."""
-    choice = choices.find(op, p)
-    if choice is None:
-        return None
-    reason = "forced" if choice.us is None else f"measured here: {choice.us:.1f} us"
-    return Plan("unfused" if choice.config is None else "fused", reason, choice.config)
-
-
-def _plan_cpu(p: Problem, of_what: str) -> Plan[MatmulConfig]:
-    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
-    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
-    config = MatmulConfig(
-        "triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1
-    )
-    return Plan("fused", f"interpreted; {p.rows} rows of {of_what}", config)
-
-
-def _plan_gpu(
-    op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]
-) -> Plan[MatmulConfig]:
-    """The plan with the measured config of ``op`` nearest to M = ``rows`` that ``can_run``.
-
-    Only the Hopper kernel is faster than the unfused path, so what it cannot run is unfused.
-    """
-    reason = why_no_kernel(p.dtype, machine)
-    if reason is not None:
-        return Plan("unfused", reason)
-    if p.depth * p.itemsize % 16:
-        return Plan(
-            "unfused",
-            f"rows of K = {p.depth} are not a multiple of 16 bytes, which the copy hardware needs",
-        )
-    if not any(can_run(e.config) for e in tuned_entries(op)):
-        return Plan(
-            "unfused",
-            f"no measured config has tiles that fit K = {p.depth} and {rows} rows",
-        )
-    entry = nearest(op, p.world_size, rows, p.cols, p.depth, can_run)
-    where = (
-        f"M={entry.rows}, {entry.cols} local columns, K={entry.depth} on {entry.world_size} GPUs"
-    )
-    return Plan("fused", f"as measured for {where}", entry.config)
-
-
-def _aligned_for_cublas(config: MatmulConfig, p: Problem) -> bool:
-    """False for cuBLAS if rows of the result are not a multiple of 16 bytes: it takes 2 to 3 times
-    as long then."""
-    return config.kernel != "library" or p.cols * p.itemsize % 16 == 0
-
-
-def plan_matmul_reduce_scatter(
-    problem: Problem, machine: Machine, interpreting: bool
-) -> Plan[MatmulConfig]:
-    """The plan of a matmul_reduce_scatter. ``rows`` = M/R, the rows of one rank's result; ``cols``
-    = N; ``depth`` = K/R."""
-    p = problem
-    early = _unmeasured_plan(
-        "matmul_reduce_scatter", p, machine, interpreting, "reduce", "a rank's result"
-    )
-    if early is not None:
-        return early
-    return _plan_gpu(
-        "matmul_reduce_scatter",
-        p,
-        machine,
-        p.rows * p.world_size,
-        lambda c: c.fits_rows(p.rows) and _aligned_for_cublas(c, p),
-    )
-
-
-def plan_matmul_all_to_all(
-    problem: Problem, machine: Machine, interpreting: bool
-) -> Plan[MatmulConfig]:
-    """The plan of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
-    K."""
-    p = problem
-    early = _unmeasured_plan("matmul_all_to_all", p, machine, interpreting, "exchange", "a part")
-    if early is not None:
-        return early
-    if p.cols * p.itemsize % 16:  # tiles leave by TMA
-        return Plan(
-            "unfused",
-            f"parts of {p.cols} columns are not a multiple of 16 bytes, "
-            "which the copy hardware needs",
-        )
-    return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
-
-
-def plan_all_to_all_matmul(
-    problem: Problem, machine: Machine, interpreting: bool
-) -> Plan[MatmulConfig]:
-    """The plan of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
-    ``cols`` = N."""
-    p = problem
-    early = _unmeasured_plan("all_to_all_matmul", p, machine, interpreting, "exchange", "a part")
-    if early is not None:
-        return early
-    return _plan_gpu(
-        "all_to_all_matmul",
-        p,
-        machine,
-        p.rows * p.world_size,
-        lambda c: c.fits_rows(p.rows) and p.depth % c.tile_k == 0,
-    )
-
-
-def plan_matmul_all_reduce(
-    problem: Problem, machine: Machine, interpreting: bool
-) -> Plan[MatmulConfig]:
-    """The plan of a matmul_all_reduce. ``rows`` = M, the rows of the whole result; ``cols`` = N;
-    ``depth`` = K/R."""
-    p = problem
-    early = _without_fusion(p, machine, interpreting, "reduce") or _chosen_plan(
-        "matmul_all_reduce", p
-    )
-    if early is not None:
-        return early
-    if machine.backend != "cpu":
-        if p.rows > MEASURED_ALL_REDUCE_ROWS:
-            return Plan(
-                "unfused",
-                f"no measurement shows the kernel ahead above {MEASURED_ALL_REDUCE_ROWS} rows",
-            )
-        return _plan_gpu(
-            "matmul_all_reduce",
-            p,
-            machine,
-            p.rows,
-            lambda c: c.kernel == "library" or p.rows <= c.tile_m,
-        )
-    if p.rows <= ONE_SHOT_ROWS:
-        return Plan(
-            "fused",
-            f"interpreted; {p.rows} rows, one shot",
-            MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=1),
-        )
-    return Plan(
-        "fused",
-        f"interpreted; {p.rows} rows, two shots",
-        MatmulConfig("library", "sm", 16, 32, 64, 1, 4),
     )

@@ -107,6 +107,32 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """A candidate of a call.
+
+    config : None for the unfused path.
+    predicted_us : microseconds by the cost model, corrected by measurements nearby.
+    measured_us : microseconds, where a tuner measured exactly this problem here.
+    """
+
+    config: MatmulConfig | None
+    predicted_us: float
+    measured_us: float | None = None
+
+    @property
+    def expected_us(self) -> float:
+        """What was measured, otherwise what is predicted."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
+
+    def __str__(self) -> str:
+        name = "unfused" if self.config is None else str(self.config)
+        times = f"predicted {self.predicted_us:.1f} us"
+        if self.measured_us is not None:
+            times += f", measured {self.measured_us:.1f} us"
+        return f"{name}: {times}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan(Generic[C]):
     """What a call will do, and why.
 
@@ -116,6 +142,7 @@ class Plan(Generic[C]):
         None if the operator's own kernel does not run.
     checksum : of what ranks must agree on; set once the arguments of the call were checked.
     world_size : number of ranks; set at the same time.
+    candidates : all that could have been chosen, fastest first, where times were compared.
     """
 
     path: Literal["fused", "unfused", "local"]
@@ -123,10 +150,16 @@ class Plan(Generic[C]):
     config: C | None = None
     checksum: int = field(default=0, compare=False, repr=False)
     world_size: int = field(default=0, compare=False, repr=False)
+    candidates: tuple[Predicted, ...] = field(default=(), compare=False, repr=False)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The choice and its reason in one line."""
         cut = "" if self.config is None else f", {self.config}"
         return f"{self.path}{cut}: {self.reason}"
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.summary, *map(str, self.candidates)])
 
 
 def why_unfused(

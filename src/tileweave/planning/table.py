@@ -92,7 +92,7 @@ def _entry(raw: object, where: str) -> Entry:
 
 
 def read_config(raw: object, where: str) -> MatmulConfig:
-    """The config of fields that were read from JSON, after a check of each."""
+    """A config from JSON, every field checked. ``where`` names it in errors."""
     return MatmulConfig(**_checked(raw, MatmulConfig, where))
 
 

@@ -18,7 +18,6 @@ from tileweave.planning.combine import plan_combine
 from tileweave.planning.costs import Calibration, Costs, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import (
-    MEASURED_ALL_REDUCE_ROWS,
     exchange_schedule_for,
     scatter_schedule_for,
     schedule_for,
@@ -38,6 +37,7 @@ from tileweave.sim.tiles_grouped import dispatch_matmul, matmul_combine
 Table = tuple[Entry, ...]
 Mode = Literal["unfused", "fused", "bound"]
 MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
+MODELLED_ALL_REDUCE_ROWS = 512  # up to here the fused all-reduce was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Operators:
         nbytes = 2 * m * n
         compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, Group(world))
         factor = 2 if kind == "all_reduce" else 1
-        few_rows = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS
+        few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
         planned = few_rows and world in FUSED_WORLD_SIZES  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
         return self._join(

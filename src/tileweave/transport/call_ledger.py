@@ -72,16 +72,23 @@ class Ledger:
         """
         if not self._pages:
             return
+        own, compared, last = self._pages[self._rank], self._compared, self.calls
+        place = last % PLACES
         for peer, page in self._peers:
-            if self._compared[peer] < self.calls:
-                self._compare(op, peer, page, self.calls + 1)
-        self.calls = number = self.calls + 1
+            if compared[peer] < last:
+                # most often a peer was late by one call, so first
+                if compared[peer] == last - 1 and page[place] == own[place]:
+                    compared[peer] = last
+                else:
+                    self._compare(op, peer, page, last + 1)
+        self.calls = number = last + 1
         place = number % PLACES
-        self._pages[self._rank][place] = word = (mark & _MARK) << 32 | number & _NUMBER
+        own[place] = word = (mark & _MARK) << 32 | number & _NUMBER
         for peer, page in self._peers:
-            if page[place] == word and self._compared[peer] == number - 1:  # most often, so first
-                self._compared[peer] = number
-            else:
+            theirs = page[place]
+            if compared[peer] == last and theirs == word:
+                compared[peer] = number
+            elif (theirs - number) & _NUMBER < _HALF:  # the peer has made this call, or a later one
                 self._compare(op, peer, page, number)
 
     @contextmanager

@@ -236,7 +236,9 @@ class _Graph:
         return True
 
     def launch(self, stream: int) -> None:
-        _check_status(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
+        status = self._driver.cuGraphLaunch(self._ready, stream)
+        if status:
+            _check_status(status, "copies to peers")
 
     def __del__(self) -> None:
         if self._ready:
@@ -286,11 +288,18 @@ class CopyEngine:
         self._graphs: dict[tuple[int, int], tuple[Copies, _Graph | None]] = {}
 
     def push(
-        self, copies: Sequence[Copy], source: int = 0, launch: Callable[[], None] | None = None
+        self,
+        copies: Sequence[Copy],
+        source: int = 0,
+        launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         """Queue ``copies`` after the work that the current stream has now. ``launch`` queues a
-        kernel on that stream that runs concurrently with them."""
-        graph = self._graph(copies, source)
+        kernel on that stream that runs concurrently with them. ``capturing``: whether that stream
+        is being captured; None: ask."""
+        if capturing is None:
+            capturing = torch.cuda.is_current_stream_capturing()
+        graph = None if capturing else self._graph(copies, source)
         lanes = 1 if graph else 1 + max((copy.lane for copy in copies), default=0)
         self._fork(lanes)
         if launch is not None:
@@ -301,9 +310,9 @@ class CopyEngine:
             self._submit(copies, source, lanes)
 
     def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
-        """The graph for copies that repeat; None for new ones and under capture. The address of
-        pitched copies cannot be changed, so they have one graph per address."""
-        if not isinstance(copies, Copies) or torch.cuda.is_current_stream_capturing():
+        """The graph for copies that repeat; None for new ones. The address of pitched copies
+        cannot be changed, so they have one graph per address."""
+        if not isinstance(copies, Copies):
             return None
         # the entry keeps the copies alive, so their id is not used again
         key = (id(copies), source if copies.pitched else 0)
@@ -322,13 +331,14 @@ class CopyEngine:
 
     def _fork(self, lanes: int) -> None:
         """Order the side streams after the work queued now."""
-        cuda = self._driver
         while len(self._lanes) < lanes:
             self._lanes.append(_SideStream(self._device))
-        status = cuda.cuEventRecord(self._start, current_handle(self._index))
-        for lane in self._lanes[:lanes]:
-            status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
-        _check_status(status, "the order of two streams")
+        start, await_event = self._start, self._driver.cuStreamWaitEvent
+        status = self._driver.cuEventRecord(start, current_handle(self._index))
+        for number in range(lanes):
+            status = status or await_event(self._lanes[number].handle, start, 0)
+        if status:
+            _check_status(status, "the order of two streams")
 
     def _submit(self, copies: Sequence[Copy], source: int, lanes: int) -> None:
         """Queue the copies one by one; waits and copies ``aside`` are in the order of their

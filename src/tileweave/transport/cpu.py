@@ -58,6 +58,7 @@ class CpuTransport:
         source: int = 0,
         queue: int = 0,
         launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)

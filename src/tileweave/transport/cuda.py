@@ -59,6 +59,8 @@ def _why_unreachable(index: int) -> str:
 
 
 _LOG = logging.getLogger("tileweave")
+# torch.cuda's function asks first whether torch was built with CUDA
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 class LaunchOrder:
@@ -183,10 +185,11 @@ class CudaTransport:
         source: int = 0,
         queue: int = 0,
         launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         while len(self._engines) <= queue:
             self._engines.append(CopyEngine(self.device))
-        self._engines[queue].push(copies, source, launch)
+        self._engines[queue].push(copies, source, launch, capturing)
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
@@ -197,7 +200,7 @@ class CudaTransport:
         return self._launch_order.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return _capturing()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

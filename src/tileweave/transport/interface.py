@@ -132,6 +132,7 @@ class Transport(Protocol):
         source: int = 0,
         queue: int = 0,
         launch: Callable[[], None] | None = None,
+        capturing: bool | None = None,
     ) -> None:
         """Queue ``copies`` on copy engines, after the work queued so far and concurrently with the
         work queued later.
@@ -143,6 +144,7 @@ class Transport(Protocol):
         queue : pushes of one queue run in order; queues do not wait for each other.
         launch : queues a kernel that runs concurrently with the copies and whose counters they may
             wait for. If it raises, no copy waits.
+        capturing: whether the current stream is being captured into a CUDA graph; None: ask.
         """
         ...
 

@@ -33,6 +33,7 @@ GATHER = "gather"  # the kind of instance of a gather that runs concurrently wit
 COPIED = ("copy_engine", GATHER)
 MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
+_SET = protocol.REPORT_SET
 
 
 class _Call(threading.local):
@@ -113,6 +114,7 @@ class Instance:
     captured : whether a CUDA graph has a call, so that the host does not know the epoch.
     calls : the number of the next call whose copies are pushed; outside of graphs its parity is the
         slot.
+    version : changes when addresses change, and with them what was made for calls.
     """
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
@@ -125,7 +127,7 @@ class Instance:
             ledger or Ledger(),
             copied,
         )
-        self.world_size, self._interpreted = transport.world_size, transport.device.type == "cpu"
+        self.world_size, self.interpreted = transport.world_size, transport.device.type == "cpu"
         self.layout = protocol.SignalLayout(self.world_size)
         with self._set_up():
             self._signals = transport.allocate(4 * self.layout.num_words)
@@ -151,6 +153,7 @@ class Instance:
         self.captured = False
         self.calls = 1
         self.cache: dict[object, object] = {}
+        self.version = 0
 
     @contextmanager
     def _set_up(self) -> Iterator[None]:
@@ -242,6 +245,7 @@ class Instance:
 
     def _forget(self) -> None:
         """Empty the cache, because addresses change; a cache that a graph needs is replaced."""
+        self.version += 1
         if any(self.cache is one for one in self._held):
             self.cache = {}
         else:
@@ -276,18 +280,20 @@ class Instance:
         mark : a checksum of the call, which is compared with those of peers; 0: not compared.
         region : the region of its result, if it has one.
         """
-        self.check()
+        if self._report[_SET]:
+            self.check()
         capturing = self.transport.capturing()
         if capturing:
             self.captured = True
             self._hold()
         if mark:
-            calls = self.ledger.calls
+            ledger = self.ledger
+            calls = ledger.calls
             try:
                 # a rank that has captured a call uses other slots than one that has not
-                self.ledger.post(self.op, mark + self.captured)
+                ledger.post(self.op, mark + self.captured)
             finally:
-                CALL.posted = self.ledger.calls > calls
+                CALL.posted = ledger.calls > calls
         stream = self.transport.order()
         if region is not None and not capturing:
             self.regions.order(region, stream)
@@ -297,7 +303,7 @@ class Instance:
         """Call this after each launch, even one that raised. An interpreted kernel has ended by
         now; a wait that timed out raised an error of the interpreter, and this one says more.
         Kernels on a device are checked when the next call begins."""
-        if self._interpreted:
+        if self.interpreted:
             self.check()
 
     def check(self) -> None:
@@ -366,6 +372,7 @@ class Workspace:
         for instance in self.instances.values():
             instance.close()
         self.instances.clear()
+        self.accepted.clear()
         self.ledger.close()
         self.transport.close()
 
@@ -394,6 +401,8 @@ class Registry:
     def belongs(self, group_name: str, group: object) -> None:
         """Note that ``group`` has this name. If a destroyed group had it before, close the
         workspaces of that one, whose ranks may differ."""
+        if self._groups.get(group_name) is group:
+            return
         if self._of_parent and any(
             group is one for _, groups in self._of_parent for one in groups.values()
         ):

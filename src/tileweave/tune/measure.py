@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tileweave.bench.cases import Case
-from tileweave.bench.rivals import OURS, UNFUSED
+from tileweave.bench.rivals import OURS
 from tileweave.bench.run import forget_case
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
 from tileweave.planning.candidates import candidates
 from tileweave.planning.choices import forced
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.profile.timing import measure
 
@@ -25,21 +26,15 @@ UNFUSED_PATH = "unfused"
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of one problem in microseconds, by candidate: None is the unfused path.
+    """A measurement, and what it was compared with.
 
     wrong : candidates whose result is not right, with the error; they have no time.
-    rivals : times of other functions, by name.
+    rivals : microseconds of other functions, by name.
     """
 
-    op: str
-    problem: Problem
-    us: dict[MatmulConfig | None, float]
+    measurement: Measurement
     wrong: dict[MatmulConfig | None, float] = field(default_factory=dict)
     rivals: dict[str, float] = field(default_factory=dict)
-
-    def fastest(self) -> MatmulConfig | None:
-        """The fastest candidate; the unfused path if it is as fast."""
-        return min(self.us, key=lambda config: (self.us[config], config is not None))
 
 
 def problem_of(case: Case, world_size: int, itemsize: int = 2) -> Problem:
@@ -96,7 +91,7 @@ def measure_case(
     forget_case(member)
     us = {by_name[name]: t.median_us for name, t in timings.items() if name in by_name}
     others = {name: t.median_us for name, t in timings.items() if name not in by_name}
-    return Measured(case.op, problem, us, wrong, others)
+    return Measured(Measurement(case.op, problem, us), wrong, others)
 
 
 def _forcing(
@@ -107,6 +102,3 @@ def _forcing(
             call()
 
     return forcing
-
-
-__all__ = ["UNFUSED", "Measured", "measure_case", "problem_of"]

@@ -188,8 +188,8 @@ def take_marked(
 
 
 @triton.jit
-def take_each(peers, pointers, mask, rank, unit, epoch):
-    """A row of elements from each peer; see ``self_signaling.take_each``."""
+def take_each(peers, pointers, mask, rank, unit, epoch, ROWS: tl.constexpr = 1):
+    """``ROWS`` rows of elements from each peer; see ``self_signaling.take_each``."""
     return self_signaling.take_each(
-        pointers, mask, rank, unit, epoch, peers.control, peers.report, MAX_SLICES
+        pointers, mask, rank, unit, epoch, peers.control, peers.report, MAX_SLICES, ROWS
     )

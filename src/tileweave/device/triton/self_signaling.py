@@ -157,9 +157,19 @@ def _load_each(pointers, mask, overdue):
 
 
 @triton.jit
-def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.constexpr):
-    """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of
-    ranks.
+def take_each(
+    pointers,
+    mask,
+    rank,
+    unit,
+    epoch,
+    control,
+    report,
+    SIGNALS: tl.constexpr,
+    ROWS: tl.constexpr = 1,
+):
+    """What has come to ``pointers`` [peers * ROWS, n]: ``ROWS`` rows from each of the other ranks,
+    in order of ranks.
 
     ``mask``: the elements that are sent. A rank that is late is reported as in :func:`take_marked`.
     """
@@ -179,6 +189,8 @@ def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.co
             value, missing, any_missing = _load_each(pointers, mask, gave_up)
         if any_missing > 0:
             late = tl.max(tl.where(missing > 0, tl.arange(0, missing.shape[0]), -1), axis=0)
+            if ROWS > 1:
+                late = late // ROWS
             late += (late >= rank).to(tl.int32)
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
             value = tl.full(value.shape, float("nan"), value.dtype)

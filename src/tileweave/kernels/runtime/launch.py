@@ -175,16 +175,16 @@ class Launcher:
 
     def __call__(self, *given: Any) -> None:
         """Launch on the current stream."""
-        call = self._pack(*given)
-        prepared = self.prepared.get(call.variant)
+        variant, words, changing, addresses = self._pack(*given)
+        prepared = self.prepared.get(variant)
         if prepared is not None and not hooked():
-            prepared(call.words, call.addresses)
+            prepared(words, addresses)
             return
-        named = {**self.fixed, **call.changing()}
+        named = {**self.fixed, **changing()}
         arguments = [named[name] for name in self.kernel.arg_names]
         compiled = self.kernel[(self.programs,)](*arguments, **self._options)
-        if call.variant not in self.prepared:
-            self.prepared[call.variant] = prepare(compiled, self.programs, arguments, *self._names)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, self.programs, arguments, *self._names)
 
 
 def hooked() -> bool:
@@ -285,8 +285,9 @@ class Prepared:
         """Launch on the current stream: values of the changing words, base addresses of the
         changing descriptors."""
         self._pack(self._words, 0, *words)
+        parameters = self._parameters
         for table, address in zip(self._maps, addresses, strict=True):
-            self._parameters[table.index] = table.known.get(address) or table.make(address)
+            parameters[table.index] = table.known.get(address) or table.make(address)
         self._config.stream = self._stream(self._device)
         status = self._launch(*self._call)
         if status:

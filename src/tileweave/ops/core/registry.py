@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
+from tileweave.ops.core.operator import operator
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
@@ -35,6 +36,11 @@ from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 Group = dist.ProcessGroup | DeviceMesh | str
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
+# os.environ.get() takes 1 us: it encodes the name, and catches an exception
+_VARIABLES = getattr(os.environ, "_data", None)
+_DEBUG = getattr(os.environ, "encodekey", str)("TILEWEAVE_DEBUG")
+# torch.cuda.current_device() also initialises CUDA
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _SAID: set[tuple[str, str]] = set()  # (operator, what was logged about its calls)
 
 
@@ -53,13 +59,25 @@ def define(
     LIBRARY.define(schema)
     if "!)" in schema:
         implementation = _counting_versions(schema, implementation)
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, _as_given(schema, key.lower(), implementation), key)
+    given = {key: _as_given(schema, key.lower(), implementation) for key in ("CPU", "CUDA")}
+    for key, one in given.items():
+        LIBRARY.impl(name, _with_all_results(one) if "-> (Tensor, " in schema else one, key)
+    operator(name).define(given["CPU"], given["CUDA"], backward, setup_context)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
             f"tileweave::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
+
+
+def _with_all_results(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace results that are None by empty tensors, since a schema has no optional results."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        found = implementation(*args, **kwargs)
+        return tuple(args[0].new_empty(0) if one is None else one for one in found)
+
+    return call
 
 
 def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +155,7 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
     name, arguments = schema.split("(", 1)[0], _arguments(schema)
     tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
     group_at = next((at for at, words in enumerate(arguments) if words[1] == "group_name"), None)
-    on_gpu = kind == "cuda"
+    on_gpu, is_any_autocast_enabled = kind == "cuda", torch._C._is_any_autocast_enabled
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(
@@ -147,11 +165,11 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
                 f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
                 "torch.autograd.grad); remedy: call on tensors without tangents"
             )
-        if torch.is_autocast_enabled(kind):
+        if is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
         # -1: a tensor on the CPU, which the checks refuse
-        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):
+        if on_gpu and args[tensor_at].get_device() not in (-1, _current_device()):
             with torch.cuda.device(args[tensor_at].device):
                 return call(*args, **kwargs)
         group_name = group_at and args[group_at]
@@ -203,18 +221,6 @@ def refuse_second_derivative(name: str) -> NoReturn:
 
 def name_of(group: Group | None) -> str:
     """The name of ``group``, which operators take in place of a group. None: the default group."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError(
-                f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
-                "dimension; remedy: pass mesh[dimension], or mesh.get_group(dimension)"
-            )
-        group = group.get_group()
-    if isinstance(group, str):
-        # modules keep names, and torch may give a name to another group later
-        if not torch.compiler.is_compiling():
-            REGISTRY.look_up(group, _resolved)
-        return group
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -222,9 +228,20 @@ def name_of(group: Group | None) -> str:
                 "asked: an operator over the default group; allowed: after torch.distributed is "
                 "initialised; remedy: call torch.distributed.init_process_group, or pass group="
             )
-    elif not isinstance(
-        group, dist.ProcessGroup
-    ):  # new_group returns such to ranks that are no members
+    elif isinstance(group, str):
+        # modules keep names, and torch may give a name to another group later
+        if not torch.compiler.is_compiling():
+            REGISTRY.look_up(group, _resolved)
+        return group
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"asked: a DeviceMesh of {group.ndim} dimensions as group; allowed: one "
+                "dimension; remedy: pass mesh[dimension], or mesh.get_group(dimension)"
+            )
+        group = group.get_group()
+    elif not isinstance(group, dist.ProcessGroup):
+        # new_group returns such to ranks that are no members
         raise InputError(
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, its name, "
             "or a DeviceMesh of one dimension; remedy: call on members only"
@@ -345,10 +362,10 @@ def push_with_launch(
     """
     transport, launched = instance.transport, False
     try:
-        transport.push(copies, given, launch=launch)
+        transport.push(copies, given, 0, launch, capturing)
         instance.calls += 1
         CALL.posted = False  # the call has been made
-        launched = transport.device.type == "cuda"
+        launched = not instance.interpreted
     finally:
         # On a GPU the kernel ends after the copies: it waits for the signal that follows the last
         # of them. To wait for an event as well would cost the host 5 us. A capture must join every
@@ -388,6 +405,8 @@ def log_copy(op: str, name: str) -> None:
 def debugging() -> bool:
     """Whether ranks compare all of each call before it, and wait for its end:
     ``TILEWEAVE_DEBUG=1``."""
+    if _VARIABLES is not None and _DEBUG not in _VARIABLES:
+        return False
     text = os.environ.get("TILEWEAVE_DEBUG", "0")
     if text not in ("", "0", "1"):
         raise InputError(

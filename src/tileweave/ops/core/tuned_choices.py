@@ -119,7 +119,7 @@ def _hold(world_size: int, held: _Held) -> None:
 
 def _install(held: _Held) -> None:
     if held.text:
-        choices.install(entry.choice for entry in cache.parse(held.text, "memory")[1])
+        choices.install(entry.measurement for entry in cache.parse(held.text, "memory")[1])
 
 
 def add(device: torch.device, world_size: int, entries: Iterable[cache.Tuned]) -> None:

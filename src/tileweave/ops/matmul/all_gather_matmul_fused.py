@@ -16,6 +16,7 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
@@ -45,28 +46,45 @@ def run_fused(
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
+        from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
 
+        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+        if how is not None:
+            exchange_then_multiply(
+                workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
+            )
+            return
         if config.transport == "sm":
             gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
         else:
             multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
         return
-    call = _fused_call(workspace, x, w, config, how)
-    instance = call.instance
+    source = x.data_ptr()
+    aligned = (source | w.data_ptr()) & 15 == 0
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
     capturing = instance.begin(chosen.checksum)
-    launch = call.launcher(x, w)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
-        push_with_launch(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
+        push_with_launch(instance, kernel, call.copies[slot], source, capturing)
         return
     try:
         launch(x, w, bias, out, gathered, 0, trace)
     finally:
         instance.launched()
+
+
+def _make(
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: MatmulConfig,
+    how: Exchange | None,
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, config, how)
+    return call.instance, (call, call.launcher(x, w))
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
@@ -59,6 +60,8 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def all_to_all_matmul(
@@ -131,12 +134,10 @@ def all_to_all_matmul(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
     )
     if out is not None:
-        torch.ops.tileweave.all_to_all_matmul.out(
-            rows, w, bias, scatter_dim, gather_dim, name, out=flat
-        )
+        _INTO_OUT(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
+    y, _ = _OPERATOR(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
         lead, _ = how.result(x.shape[0], x.shape[-1], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])
@@ -201,7 +202,7 @@ def _forward(
     keep: bool = False,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     how = Exchange(scatter_dim, gather_dim)
     options = (scatter_dim, gather_dim, keep)
     chosen = accept(
@@ -221,12 +222,12 @@ def _forward(
             x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
         )
         exchanged = exchanged.clone() if exchanged is x else exchanged
-        return y, exchanged if keep else x.new_empty(0)
+        return y, exchanged if keep else None
     rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     kept = x.new_empty(rows, depth) if keep else None
     run_fused(x, w, bias, y, kept, group_name, chosen, how=how)
-    return y, x.new_empty(0) if kept is None else kept
+    return y, kept
 
 
 def _fake(
@@ -285,7 +286,8 @@ def _like(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, w, _, *ctx.how, keep = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
+    if output[1] is not None:
+        ctx.mark_non_differentiable(output[1])
     require(
         keep or not ctx.needs_input_grad[1],
         "keep=False with a weight that requires a gradient",

@@ -145,7 +145,7 @@ def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gatheri
     capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    transport.push(call.copies[slot], x.data_ptr(), QUEUE)
+    transport.push(call.copies[slot], x.data_ptr(), QUEUE, None, capturing)
     instance.calls += 1
     return Gathering(instance, x, call, call.slots[slot], capturing)
 

@@ -13,12 +13,10 @@ import torch
 
 from tileweave.kernels.all_reduce.collective import ALIGN, Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
-from tileweave.ops import reference
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import begin_gather
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace
 
 INSTANCE = (
@@ -44,7 +42,7 @@ def gather_then_multiply(
     _exchange(
         workspace, op, config, x.contiguous(), whole, x.numel(), False, True, checksum=checksum
     )
-    _multiply(whole, w, bias, out)
+    multiply(whole, w, bias, out)
 
 
 def multiply_shards(
@@ -62,16 +60,17 @@ def multiply_shards(
     try:
         for source, shard in gathering.shards():
             part = slice(source * rows, (source + 1) * rows)
-            _multiply(shard, w, bias, out[part])
+            multiply(shard, w, bias, out[part])
             if gathered is not None:
                 gathered[part].copy_(shard)
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
 
-def _multiply(
+def multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
+    """out = x @ w.T + bias."""
     if bias is None:
         torch.mm(x, w.t(), out=out)
     else:
@@ -98,30 +97,6 @@ def multiply_then_reduce(
     shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
     _exchange(
         workspace, op, config, partial, out, shard, True, everywhere, bias, residual, checksum
-    )
-
-
-def multiply_then_exchange(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    how: Exchange,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = x [M, K] @ w [N, K].T + bias, with its parts exchanged."""
-    parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
-    part = parts[0].numel()
-    reference.exchange_parts(
-        parts,
-        how,
-        out,
-        lambda got: _exchange(
-            workspace, op, config, parts, got, part, False, False, checksum=checksum
-        ),
     )
 
 

@@ -6,10 +6,11 @@ Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,12 @@ from tileweave.ops.core.registry import (
 from tileweave.planning import choices
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.transport.workspace import REGISTRY
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Planner = Callable[[Problem, Machine, bool], Plan[MatmulConfig]]
 Tensors = tuple[torch.Tensor | None, ...]
+T = TypeVar("T")
 RESULTS = ("out", "residual_out")  # names of the results of an operator, in order
 
 
@@ -56,6 +58,35 @@ def as_rows(x: torch.Tensor, w: torch.Tensor, op: str) -> torch.Tensor:
         x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension"
     )
     return rows.flatten(0, -2)
+
+
+def sequence_first(
+    x: torch.Tensor, out: torch.Tensor | None, name: str, dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [B, S, ...] and ``out`` as views [S, B, ...], for option ``name`` = 1.
+
+    The operators gather and scatter rows, hence dimension 0. Their results are views, too, so that
+    no result is copied; x is, unless B is 1 or its memory has the order [S, B, ...] already.
+    """
+    require(dim in (0, 1), f"{name}={dim!r}", "0 or 1", f"transpose x, or pass {name}=1")
+    fits = isinstance(x, torch.Tensor) and x.dim() >= 3
+    require(
+        fits,
+        lambda: f"{name}=1 with x of {x.dim() if isinstance(x, torch.Tensor) else 'no'} dimensions",
+        "x [B, S, ..., K]",
+        f"pass {name}=0, or add a dimension for the batch",
+    )
+    if out is not None:
+        fits = out.dim() == x.dim() and out.transpose(0, 1).is_contiguous()
+        asked = f"out {tuple(out.shape)} with strides {out.stride()} and {name}=1"
+        require(
+            fits,
+            asked,
+            "out [B, S, ..., n] whose memory has the order [S, B, ..., n]",
+            "pass torch.empty(S, B, ..., n).transpose(0, 1)",
+        )
+        out = out.transpose(0, 1)
+    return x.transpose(0, 1), out
 
 
 def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
@@ -144,6 +175,27 @@ def check_shape(
                 f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}",
                 f"{shape}, contiguous",
                 remedy,
+            )
+
+
+def check_main_grad(w: Sequence[torch.Tensor], main_grad: Sequence[torch.Tensor]) -> None:
+    """Raise :class:`InputError` for ``main_grad`` that weight gradients cannot be added to."""
+    for each, into in zip(w, main_grad, strict=False):
+        fits = (
+            into.shape == each.shape
+            and into.is_contiguous()
+            and into.dtype in (torch.float32, each.dtype)
+            and into.device == each.device
+            and not into.requires_grad
+        )
+        if not fits:
+            require(
+                fits,
+                f"main_grad {tuple(into.shape)} {into.dtype} on {into.device} with strides "
+                f"{into.stride()}, requires_grad={into.requires_grad}, for w {tuple(each.shape)}",
+                "the shape and device of w, contiguous, float32 or the dtype of w, without "
+                "requires_grad",
+                "allocate torch.zeros(w.shape, dtype=torch.float32, device=w.device)",
             )
 
 
@@ -255,6 +307,44 @@ def _forget_plans() -> None:
 choices.on_change(_forget_plans)
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted(Plan[MatmulConfig]):
+    """The plan of the calls of one signature, whose arguments were checked.
+
+    workspace : that of their group and device.
+    ready : what :func:`ready` keeps.
+    """
+
+    workspace: Workspace | None = field(default=None, compare=False, repr=False)
+    ready: dict[object, tuple[int, Instance, Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+
+def ready(
+    chosen: Plan[MatmulConfig],
+    key: object,
+    group_name: str,
+    make: Callable[..., tuple[Instance, T]],
+    x: torch.Tensor,
+    *more: object,
+) -> tuple[Instance, T]:
+    """What calls of plan ``chosen`` need of the workspace: an instance, and what was made for it.
+    Made once per signature, and again when memory of the instance has moved.
+
+    key : of calls of one signature that need different things, such as other alignment.
+    make : ``make(workspace, x, *more)`` makes both.
+    """
+    if type(chosen) is not Accepted:  # tests, the tuner and the tracer pass plans of their own
+        return make(workspace_of(group_name, x.device), x, *more)
+    found = chosen.ready.get(key)
+    if found is not None and found[0] == found[1].version:
+        return found[1], found[2]
+    instance, made = make(chosen.workspace, x, *more)
+    chosen.ready[key] = instance.version, instance, made
+    return instance, made
+
+
 def accept(
     op: str,
     group_name: str,
@@ -265,6 +355,7 @@ def accept(
     options: object,
     check: Callable[[int], None],
     plan: Callable[[int], Plan],
+    agreed: list[list[int]] | None = None,
 ) -> Plan:
     """Check the arguments and plan the call, once per signature of a fused call, to save host time.
 
@@ -285,22 +376,24 @@ def accept(
 
     plan : callable
         ``plan(world_size)`` plans the call.
+
+    agreed : lists of int, optional
+        The sizes that ranks must agree on, in place of all shapes of what the call reads.
     """
     inputs = (x, w, *others)
-    workspace = REGISTRY.find(group_name, x.device)
+    workspace = REGISTRY.find(group_name, x.device)  # so the device of x is no part of a signature
     signature = (
         op,
         options,
         x.shape,
         x.stride(),
         x.dtype,
-        x.device,
         w.shape,
         w.stride(),
         w.dtype,
-        w.device,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
+        w.get_device(),
+        *map(_facts, others),
+        *map(_facts, results),
     )
     chosen = None if workspace is None else workspace.accepted.get(signature)
     debug = debugging()
@@ -314,7 +407,7 @@ def accept(
         check(size)
         refuse_alias(results, inputs)
 
-    shapes = [None if t is None else list(t.shape) for t in inputs]
+    shapes = agreed or [None if t is None else list(t.shape) for t in inputs]
     # after the checks all dtypes are that of x
     common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debug:
@@ -326,10 +419,14 @@ def accept(
     if chosen.config is not None:
         common["plan"] = repr(chosen.config)
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = replace(
-            chosen, checksum=checksum_of(common), world_size=size
+        chosen = workspace.accepted[signature] = Accepted(
+            chosen.path, chosen.reason, chosen.config, checksum_of(common), size, workspace
         )
     return chosen
+
+
+def _facts(t: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
 
 
 def operands_for_warmup(

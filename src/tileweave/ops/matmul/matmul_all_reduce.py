@@ -36,6 +36,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
@@ -56,6 +57,8 @@ from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
 
 EPS = 1e-6
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def matmul_all_reduce(
@@ -140,13 +143,11 @@ def matmul_all_reduce(
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     if out is not None:
-        torch.ops.tileweave.matmul_all_reduce.out(
+        _INTO_OUT(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
         return out if residual_out is None else (out, residual_out)
-    y, kept = torch.ops.tileweave.matmul_all_reduce(
-        rows, w, bias, given, norm_weight, norm_eps, name
-    )
+    y, kept = _OPERATOR(rows, w, bias, given, norm_weight, norm_eps, name)
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
@@ -261,11 +262,11 @@ def _forward(
         y, kept = reference.matmul_all_reduce(
             x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out
         )
-        return y, x.new_empty(0) if kept is None else kept
+        return y, kept
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
-    return y, x.new_empty(0) if kept is None and out is None else kept
+    return y, kept
 
 
 def _fake(

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
@@ -59,6 +60,8 @@ from tileweave.ops.matmul.matmul_all_to_all_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_all_to_all
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def matmul_all_to_all(
@@ -128,11 +131,9 @@ def matmul_all_to_all(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
     )
     if out is not None:
-        torch.ops.tileweave.matmul_all_to_all.out(
-            rows, w, bias, scatter_dim, gather_dim, name, out=flat
-        )
+        _INTO_OUT(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
-    y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
+    y = _OPERATOR(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
         lead, cols = how.result(x.shape[0], w.shape[0], rank_and_size(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)

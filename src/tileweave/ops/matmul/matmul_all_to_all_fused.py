@@ -20,6 +20,7 @@ from tileweave.ops.core.registry import (
     push_with_launch,
     workspace_of,
 )
+from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import arrival_order, cdiv
@@ -44,16 +45,15 @@ def run_fused(
     ``how``."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_exchange
+        from tileweave.ops.matmul.exchange_launch import multiply_then_exchange
 
+        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
         return
-    call = _fused_call(workspace, x, w, how, config)
-    instance = call.instance
+    aligned = (x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, how, config)
     capturing = instance.begin(chosen.checksum)
-    launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:
             launch(x, w, bias, out, 0)
@@ -69,6 +69,18 @@ def run_fused(
         out.data_ptr(),
         capturing,
     )
+
+
+def _make(
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    how: Exchange,
+    config: MatmulConfig,
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, how, config)
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)

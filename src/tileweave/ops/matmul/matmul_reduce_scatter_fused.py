@@ -16,6 +16,7 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import push_order
@@ -38,21 +39,16 @@ def run_fused(
     """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import multiply_then_reduce
 
+        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
         return
-    call = _fused_call(workspace, x, w, config)
-    instance = call.instance
-    staging = (
-        None
-        if config.transport == "sm"
-        else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
-    )
+    aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, config)
+    staging = None if config.transport == "sm" else x.new_empty(call.staging_elements)
     capturing = instance.begin(chosen.checksum)
-    launch = call.launcher(x, w, out)
     if staging is None:
         try:
             launch(x, w, bias, out, None, 0)
@@ -62,6 +58,13 @@ def run_fused(
     slot = copy_slot(instance)
     kernel = partial(launch, x, w, bias, out, staging, slot)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+
+
+def _make(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
+    call = _fused_call(workspace, x, w, config)
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,13 @@
+"""Adapters to frameworks: one module each, which replaces the framework's own layers by operators
+of tileweave in one line of the user's.
+
+==================  ==================================================================
+module              the line
+==================  ==================================================================
+``transformers``    ``tileweave.integrations.transformers.enable()``
+==================  ==================================================================
+
+An adapter is the only module that imports its framework, and nothing imports it but its user:
+tileweave itself depends on torch and triton only. The versions that were tested are the extras of
+the package, ``pip install tileweave[transformers]``. Guides: ``docs/integrations/``.
+"""

@@ -1,0 +1,104 @@
+"""Calls of operators from Python, around torch's dispatcher where it would only pass a call on.
+
+The dispatcher takes 20 us of host time per call, with gradients 60 us: as much as the launches of a
+call. It is needed where something listens to operators: compilers and tracers, modes, transforms,
+profilers, and subclasses of tensors. Everything else calls the implementation that the dispatcher
+would call, and records the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transform = torch._C._are_functorch_transforms_active
+_traces = torch._C._get_tracing_state
+_profiles = torch.autograd._profiler_enabled
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+class Operator:
+    """One operator of ``torch.ops.tileweave``, or its ``.out`` form. Call it as that one, with all
+    arguments, by position."""
+
+    def __init__(self, name: str) -> None:
+        self.name, _, overload = name.partition(".")
+        self.overload = overload or "default"
+        self._implementation: dict[bool, Callable[..., Any]] = {}  # by whether tensors are on a GPU
+        self._recorded: Callable[..., Any] | None = None
+
+    def define(
+        self,
+        on_cpu: Callable[..., Any],
+        on_gpu: Callable[..., Any],
+        backward: Callable[..., Any] | None,
+        setup_context: Callable[..., None] | None,
+    ) -> None:
+        """Set what torch's dispatcher calls, and the gradient."""
+        self._implementation = implementation = {False: on_cpu, True: on_gpu}
+        self._recorded = None
+        if backward is None or setup_context is None:
+            return
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = implementation[args[0].is_cuda](*args)
+            setup_context(ctx, args, result)
+            return result
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        kind = type(self.name, (torch.autograd.Function,), methods)
+        base: Any = super(torch.autograd.Function, kind)
+        # apply() of Function itself looks for transforms, as _around_torch does, and for a
+        # setup_context() of its own
+        self._recorded = base.apply
+
+    def __call__(self, *args: Any, **results: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            call = self._around_torch((*args, *results.values()) if results else args)
+            if call is not None:
+                return call(*args, **results)
+        return getattr(getattr(torch.ops.tileweave, self.name), self.overload)(*args, **results)
+
+    def _around_torch(self, values: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """What torch's dispatcher would call; None where it would do more than that."""
+        on_gpu, records = None, False
+        for value in values:
+            kind = type(value)
+            if kind in _TENSORS:
+                here = value.is_cuda
+                if on_gpu is None:
+                    on_gpu = here
+                plain = value.layout is torch.strided and (here or value.is_cpu)
+                if here is not on_gpu or not plain or value.is_neg():
+                    return None
+                records = records or value.requires_grad
+            elif kind not in _CONSTANTS:
+                return None
+        if (
+            on_gpu is None
+            or _has_function_mode()
+            or _dispatch_modes()
+            or _has_transform()
+            or _profiles()
+            or _traces() is not None
+        ):
+            return None
+        if records and torch.is_grad_enabled():
+            # excluded below autograd: there nothing is recorded
+            return None if _excluded(_AUTOGRAD) else self._recorded
+        return self._implementation.get(on_gpu)
+
+
+@cache
+def operator(name: str) -> Operator:
+    """The operator ``torch.ops.tileweave.<name>``; ``<name>.out`` is a form of its own."""
+    return Operator(name)

@@ -1,0 +1,120 @@
+"""The time of a candidate, in closed form from the pieces in ``costs.py``.
+
+A fused kernel multiplies tiles in waves while shards arrive or leave. It ends when the last wave
+has ended, or when the last shard has come and what needs it is multiplied, whichever is later.
+``sim/tiles.py`` simulates the same with events, from the same pieces. No torch, no triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tileweave.planning.costs import Costs
+from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.gather import cdiv
+
+COLLECTIVE = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+    "matmul_all_to_all": "all_to_all",
+    "all_to_all_matmul": "all_to_all",
+}
+GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one rank does: a matmul [m, k] @ [k, n], and ``nbytes`` that it receives.
+
+    steps : how often ``nbytes`` crosses the links, one after the other: 2 for an all-reduce.
+    """
+
+    m: int
+    n: int
+    k: int
+    nbytes: float
+    steps: int = 1
+
+
+def work_of(op: str, p: Problem) -> Work:
+    """The work of a problem as the planner of ``op`` counts it."""
+    size, rows, cols, depth = p.world_size, p.rows, p.cols, p.depth
+    peers = (size - 1) * p.itemsize
+    if op == "all_gather_matmul":
+        return Work(size * rows, cols, depth, float(peers * rows * depth))
+    if op == "matmul_reduce_scatter":
+        return Work(size * rows, cols, depth, float(peers * rows * cols))
+    if op == "matmul_all_reduce":
+        return Work(rows, cols, depth, peers * rows * cols / size, 2)
+    if op == "matmul_all_to_all":
+        return Work(rows, size * cols, depth, float(peers * rows * cols))
+    return Work(rows, cols, size * depth, float(peers * rows * depth))
+
+
+def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate: float) -> float:
+    """Predicted seconds of a call in a CUDA graph with config ``c``; None: unfused."""
+    w = work_of(op, p)
+    if c is None:
+        whole = w.nbytes * p.world_size / (p.world_size - 1)
+        return costs.matmul(w.m, w.n, w.k, p.itemsize) + costs.nccl(
+            COLLECTIVE[op], p.world_size, whole, link_rate
+        )
+    if c.kernel == "library" and c.transport == "sm":
+        return _launch_and_cublas(p, w, costs, link_rate)
+    if c.kernel == "library":
+        return _cublas_per_shard(p, w, costs, link_rate)
+    return _fused(op, p, w, c, costs, link_rate)
+
+
+def _launch_and_cublas(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
+    one = costs.c.exchange_latency + w.nbytes / (costs.c.exchange_fraction * link_rate)
+    return costs.matmul(w.m, w.n, w.k, p.itemsize) + costs.c.gap + w.steps * one
+
+
+def _cublas_per_shard(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
+    c, size = costs.c, p.world_size
+    each = w.nbytes / (size - 1) / (c.copy_fraction * link_rate)
+    product = costs.matmul(w.m // size, w.n, w.k, p.itemsize) * (1.0 + c.corun)
+    done = product
+    for step in range(1, size):
+        done = max(done, c.copy_latency + step * each + c.signal) + c.gap + product
+    return done + c.gap
+
+
+def _fused(
+    op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float
+) -> float:
+    c, size = costs.c, p.world_size
+    multiply = _multiply(op, p, w, config, costs)
+    copied = config.transport == "copy_engine"
+    latency = c.copy_latency if copied else c.push_latency
+    fraction = c.copy_fraction if copied else c.push_fraction
+    sent = latency + w.nbytes / (fraction * link_rate) + c.signal
+    if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
+        return c.one_shot_launch + multiply + latency + w.nbytes * size / (fraction * link_rate)
+    own = multiply / size  # the own shard needs no peer
+    if op == "all_to_all_matmul":  # all ranks have a part of every row
+        own = multiply / max(config.num_slices, 2) if copied else 0.0
+    return c.fused_launch + max(multiply, sent + (own if op in GATHERS else multiply / 2 / size))
+
+
+def _multiply(op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> float:
+    """Seconds of all tiles of a fused kernel, with nothing to wait for."""
+    tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
+    by_shard = op not in ("matmul_all_reduce", "all_to_all_matmul")
+    if by_shard and config.transport == "copy_engine":  # tiles do not span shards
+        shards = p.world_size
+        tile_rows = shards * cdiv(w.m // shards, tile_m)
+    else:
+        tile_rows = cdiv(w.m, tile_m)
+    tiles = tile_rows * cdiv(w.n, tile_n)
+    active = min(tiles, sms)
+    waves = tiles / active if config.split_tail and tiles > sms else float(cdiv(tiles, sms))
+    if config.split_tail and tiles < sms and config.kernel == "hopper":
+        waves, active = tiles / sms, sms
+    nbytes = (w.m * w.k + w.n * w.k + w.m * w.n) * p.itemsize
+    in_flight = (tile_m + tile_n) * config.tile_k * p.itemsize * config.num_stages
+    rate = min(costs.memory_rate, active * costs.c.matmul_stream, active * in_flight / 1.2e-6)
+    one = costs.fused_block(tile_m, tile_n, w.k, active, p.itemsize, 0.0) + costs.c.fused_tile
+    return max(waves * one, nbytes / rate) * (1.0 + costs.c.corun)
