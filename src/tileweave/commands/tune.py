@@ -155,7 +155,7 @@ def shown() -> tuple[list[Table], list[str]]:
     tables, lines = [], []
     for path in cache.files():
         try:
-            key, entries = cache.read(path)
+            key, measured = cache.read(path)
         except InputError as error:
             lines.append(str(error))
             continue
@@ -167,11 +167,11 @@ def shown() -> tuple[list[Table], list[str]]:
         texts = ("operator", "rows, cols, depth", "dtype", "plan")
         title = f"{path.name}: {facts}{kernels}, {key.world_size} ranks; sizes of one rank, us"
         table = new_table(title, (*texts, "us", "unfused"), {}, texts)
-        for entry in entries:
-            p, choice = entry.problem, entry.choice
-            plan = "unfused" if choice.config is None else str(choice.config)
+        for one in measured:
+            p, fastest = one.problem, one.fastest()
+            plan = "unfused" if fastest is None else str(fastest)
             sizes = f"{p.rows}, {p.cols}, {p.depth}"
-            times = (number(choice.us, 1), number(entry.time_of(None), 1))
-            table.add_row(entry.op, sizes, p.dtype, plan, *times)
+            times = (number(one.us[fastest], 1), number(one.us[None], 1))
+            table.add_row(one.op, sizes, p.dtype, plan, *times)
         tables.append(table)
     return tables, lines

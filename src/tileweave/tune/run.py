@@ -22,10 +22,10 @@ from tileweave.launcher import Member
 from tileweave.ops.core import tuned_choices
 from tileweave.ops.core.registry import interpreting, machine_of
 from tileweave.planning import cache, matmul
-from tileweave.planning.cache import Tuned
 from tileweave.planning.candidates import candidates
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.tune.measure import Measured, measure_case, problem_of
+from tileweave.tune.measure import measure_case, problem_of
 from tileweave.tune.shapes import without_repeats
 
 
@@ -91,8 +91,8 @@ def tune(member: Member, options: Options) -> Outcome:
                 skipped.append(f"{case.op} {case.name}")
                 steps.done("skipped: out of time")
                 continue
-            entry, row = tune_case(member, case, number, options.repeats, steps.detail)
-            _on_rank_0(member, lambda entry=entry: cache.merge(key, [entry]))
+            measured, row = tune_case(member, case, number, options.repeats, steps.detail)
+            _on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             rows.append(row)
             steps.done(f"{row.now}, {row.us:.1f} us, {row.gain:.2f} times as fast as {row.before}")
     return Outcome(rows, skipped, str(cache.path_of(key)), time.monotonic() - started)
@@ -100,7 +100,7 @@ def tune(member: Member, options: Options) -> Outcome:
 
 def tune_case(
     member: Member, case: Case, seed: int, repeats: int, progress: Callable[[str], object]
-) -> tuple[Tuned, Row]:
+) -> tuple[Measurement, Row]:
     """Measure one shape, and plan by it from now on. Collective."""
     device = member.device
     problem = problem_of(case, member.world_size, _itemsize(case))
@@ -108,22 +108,22 @@ def tune_case(
     known = (*candidates(case.op, problem, machine_of(device)), before.config)
     configs = tuple(dict.fromkeys(config for config in known if config is not None))
     found = measure_case(member, case, seed, only=configs, repeats=repeats, progress=progress)
-    entry = Tuned(case.op, found.problem, _times(member, found))
-    tuned_choices.add(device, member.world_size, [entry])
-    choice = entry.choice
+    measured = _of_rank_0(member, found.measurement)
+    tuned_choices.add(device, member.world_size, [measured])
+    fastest, us = measured.fastest(), measured.us
     row = Row(
         case.op,
         case.name,
         case.whole(member.world_size),
         _named(before.config),
-        _named(choice.config),
-        entry.time_of(before.config) or math.nan,
-        choice.us or math.nan,
-        entry.time_of(None) or math.nan,
+        _named(fastest),
+        us.get(before.config, math.nan),
+        us[fastest],
+        us[None],
         len(configs) + 1,
         tuple(_named(config) for config in found.wrong),
     )
-    return entry, row
+    return measured, row
 
 
 def _itemsize(case: Case) -> int:
@@ -138,19 +138,20 @@ def _plan(op: str, problem: Problem, member: Member) -> Plan[MatmulConfig]:
     return planner(problem, machine_of(member.device), interpreting())
 
 
-def _times(member: Member, found: Measured) -> tuple[tuple[MatmulConfig | None, float], ...]:
-    """The times of rank 0, on every rank."""
-    mine: list[Any] = [tuple(found.us.items())]
+def _of_rank_0(member: Member, found: Measurement) -> Measurement:
+    """The times of rank 0, on every rank, as a file keeps them."""
+    mine: list[Any] = [dict(found.us)]
     dist.broadcast_object_list(
         mine, group_src=0, group=member.group, device=member.device if member.on_gpu else None
     )
-    times = tuple((config, us) for config, us in mine[0] if math.isfinite(us) and us > 0)
-    if not any(config is None for config, _ in times):
+    times = {config: round(us, 2) for config, us in mine[0].items() if math.isfinite(us)}
+    times = {config: us for config, us in times.items() if us > 0}
+    if None not in times:
         raise UnsupportedError(
             f"asked: to tune {found.op} for {found.problem}; allowed: where the unfused path can "
             "be timed, which is always a candidate; remedy: leave out this shape"
         )
-    return times
+    return Measurement(found.op, found.problem, times)
 
 
 def _named(config: MatmulConfig | None) -> str:
