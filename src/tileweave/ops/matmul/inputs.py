@@ -420,7 +420,12 @@ def accept(
         common["plan"] = repr(chosen.config)
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = Accepted(
-            chosen.path, chosen.reason, chosen.config, checksum_of(common), size, workspace
+            chosen.path,
+            chosen.reason,
+            chosen.config,
+            checksum_of(common),
+            size,
+            workspace=workspace,
         )
     return chosen
 
