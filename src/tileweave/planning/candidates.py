@@ -90,6 +90,8 @@ _HOPPER = {
     "all_to_all_matmul": _EXCHANGE_BEFORE,
 }
 
+TUNABLE = tuple(_HOPPER)  # operators with candidates
+
 
 # Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
 _SHARED_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
