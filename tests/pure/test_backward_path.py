@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
+from tileweave.ops.matmul import backward
+from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.planning.problem import MOST_ELEMENTS
 
-MODULE = importlib.import_module("tileweave.ops.matmul.all_gather_matmul")
-FUSED, OVERLAPPED = "_products_fused", "_products_overlapped"
+FUSED, OVERLAPPED = "_scatter_fused", "_overlapped"
 
 
 def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: bool) -> str:
     """The path for x with this number of elements, where dgrad is fused."""
     taken: list[str] = []
-    monkeypatch.setattr(MODULE, "scatters_fused", lambda *_: True)
-    for name in (FUSED, OVERLAPPED):
-        monkeypatch.setattr(MODULE, name, lambda *_, name=name: taken.append(name) or (None, None))
+    monkeypatch.setattr(backward, "scatters_fused", lambda *_: True)
+    for name, more in ((FUSED, None), (OVERLAPPED, [None])):
+        monkeypatch.setattr(
+            GatherBackward, name, lambda *_, n=name, more=more: taken.append(n) or (None, more)
+        )
     x, w = torch.empty(elements // 256, 256, device="meta"), torch.empty(8, 256, device="meta")
     grad = torch.empty(2 * x.shape[0], 8, device="meta")
     gathered = torch.empty(2 * x.shape[0], 256, device="meta") if kept else None
-    MODULE._backward(grad, None, x, w, gathered, "", True, need_w, False)
+    GatherBackward([grad], None, x, [w], gathered, "").run(True, [need_w])
     return taken[0]
 
 

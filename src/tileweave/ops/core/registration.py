@@ -46,22 +46,33 @@ def register(spec: OperatorSpec) -> None:
         spec.forward,
         _without_result(spec.fake),
     )
+    if spec.define_more is not None:
+        spec.define_more()
     SPECS[spec.name] = spec
 
 
 def _define_backward(name: str, backward: BackwardOperator) -> None:
     flags = len(backward.of)
 
-    def fake(grad: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    def fake(
+        grad: torch.Tensor, *args: Any, main_grad: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         likely = backward.like(grad, *args[:-flags])
         return tuple(
-            like if needed else grad.new_empty(0)
-            for like, needed in zip(likely, args[-flags:], strict=True)
+            like if needed and (main_grad is None or of != backward.into) else grad.new_empty(0)
+            for of, like, needed in zip(backward.of, likely, args[-flags:], strict=True)
         )
 
     needs = ", ".join(f"bool need_{of}" for of in backward.of)
     results = ", ".join(["Tensor"] * flags)
-    define(f"{name}_backward({backward.arguments}, {needs}) -> ({results})", backward.run, fake)
+    arguments = f"{backward.arguments}, {needs}"
+    define(f"{name}_backward({arguments}) -> ({results})", backward.run, fake)
+    if backward.into:
+        define(
+            f"{name}_backward.into({arguments}, *, Tensor(a!) main_grad) -> ({results})",
+            backward.run,
+            fake,
+        )
 
 
 def _gradients(
@@ -74,6 +85,7 @@ def _gradients(
     parameters, passed, name = spec.parameters, backward.passed, spec.name
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
+    ops = getattr(torch.ops.tileweave, f"{name}_backward")
     run = operator(f"{name}_backward")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -84,10 +96,14 @@ def _gradients(
             return none
         # False for an argument that is None
         needed = [ctx.needs_input_grad[place] for place in places]
-        found = run(*args, *needed)
+        main_grad = ctx.main_grad if backward.into else None
+        if main_grad is None:
+            found = run(*args, *needed)
+        else:
+            found = ops.into(*args, *needed, main_grad=main_grad)
         result: list[Any] = [*none]
-        for place, needs, grad in zip(places, needed, found, strict=True):
-            if needs:
+        for of, place, needs, grad in zip(backward.of, places, needed, found, strict=True):
+            if needs and (main_grad is None or of != backward.into):
                 result[place] = grad
         return tuple(result)
 

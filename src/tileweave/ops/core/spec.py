@@ -68,6 +68,11 @@ class BackwardOperator:
 
     like : callable
         ``like(*arguments)`` returns tensors of the shapes and dtypes of the gradients: the fake.
+
+    into : str
+        The name in ``of`` whose gradient may be added to a tensor instead, or "". If
+        ``setup_context`` sets ``ctx.main_grad`` to one, ``run`` also gets ``main_grad=``, in the
+        operator ``<name>_backward.into``, and the argument's gradient is None.
     """
 
     arguments: str
@@ -76,6 +81,7 @@ class BackwardOperator:
     passed: Callable[..., tuple[Any, ...] | None]
     run: Callable[..., Tensors]
     like: Callable[..., Tensors]
+    into: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,9 @@ class OperatorSpec:
         What ``tileweave trace`` shows of the kernel: "stamps" that the kernel writes; "waits", for
         a kernel without stamps, in Triton's interpreter; "" for nothing.
 
+    define_more : callable or None
+        Defines further torch operators that the public function calls.
+
     samples : str
         The module that has ``SAMPLES``: how commands make inputs, call the operator and judge the
         result, and with which sizes. Only commands import it. "":
@@ -155,6 +164,7 @@ class OperatorSpec:
     backward: Backward | BackwardOperator | None = None
     dual: str = ""
     traced: Literal["stamps", "waits", ""] = ""
+    define_more: Callable[[], None] | None = None
     samples: str = ""
 
     @property

@@ -26,6 +26,8 @@ arXiv 2205.05198.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,14 +35,15 @@ import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
+from tileweave.ops.matmul import all_gather_matmul_list as several
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
-from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
-from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
+from tileweave.ops.matmul.all_gather_matmul_list import as_operands
+from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -50,6 +53,7 @@ from tileweave.ops.matmul.inputs import (
     explain_matmul,
     out_as_rows,
     plan_for,
+    sequence_first,
     warmup_matmul,
 )
 from tileweave.planning.matmul import plan_all_gather_matmul
@@ -58,15 +62,19 @@ from tileweave.planning.problem import MatmulConfig, Plan
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(-1, x=0, w=0, bias=0)
 def all_gather_matmul(
     x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    w: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     *,
     group: Group | None = None,
     return_gathered: bool = False,
+    gather_dim: int = 0,
+    cols: int | Sequence[int] | None = None,
+    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Multiply the row shards of all ranks by this rank's weight: ``gather(x) @ w.T + bias``.
 
     bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Sums are computed in
@@ -78,10 +86,14 @@ def all_gather_matmul(
         Row shard of this rank, with the same shape on every rank. Gathered along dimension 0.
         Copied in each call if it is not contiguous.
 
-    w : [n, K], rows or columns contiguous
-        Weight in ``torch.nn.Linear`` layout, with the dtype of x and the same shape on every rank.
+    w : [n, K], or a list of [n_i, K], rows or columns contiguous
+        Weight in ``torch.nn.Linear`` layout, with the dtype of x and, without ``cols``, the same
+        shape on every rank. Of several weights the fused kernel multiplies by the one with the most
+        columns and stores gather(x); matmuls of torch multiply that by the others. The backward has
+        one gather and one reduce-scatter for all. Weights that are parts of one tensor are faster
+        as that tensor, with ``y.split``.
 
-    bias : [n], optional
+    bias : [n], or a list of [n_i] or None, optional
         Added to each row, with the dtype of x.
 
     group : ProcessGroup, DeviceMesh or str, optional
@@ -91,12 +103,28 @@ def all_gather_matmul(
     return_gathered : bool
         Also return gather(x). The backward then keeps it and sends nothing again.
 
+    gather_dim : 0 or 1
+        1: x is [B, s, ..., K] and is gathered along s. Results are views of memory in the order
+        [S, B, ..., n], which are not copied. x is copied once, unless B is 1 or x is such a view
+        itself, like a function by element of a result. The gradient of y is copied alike.
+
+    cols : int, or a list of int, optional
+        The largest n of any rank, the same on every rank, for ranks whose weights have different
+        numbers of rows: a dimension that R does not divide, cut as DTensor's ``Shard`` does. A rank
+        may have none.
+
+    main_grad : [n, K], or a list of [n_i, K], optional
+        In the backward the gradient of w is added to it, and the gradient of w is None. float32,
+        contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
+        ``gradient_accumulation_fusion``.
+
     out : [R * m, ..., n], contiguous, optional
-        Memory for the result. Not with gradients, and not with ``return_gathered``.
+        Memory for the result of one weight. Not with gradients, nor with ``return_gathered``,
+        ``cols`` or ``main_grad``. With ``gather_dim=1`` its memory has the order [S, B, ..., n].
 
     Returns
     -------
-    y : [R * m, ..., n]
+    y : [R * m, ..., n], or a list of [R * m, ..., n_i]
         The product, with the dtype of x.
     gathered : [R * m, ..., K]
         Only with ``return_gathered``.
@@ -116,20 +144,52 @@ def all_gather_matmul(
     Source: FLUX, arXiv 2406.06858.
     """
     name = name_of(group)
+    if gather_dim != 0:
+        turned, into = check_own(OP, name, sequence_first, x, out, "gather_dim", gather_dim)
+        found = all_gather_matmul(
+            turned,
+            w,
+            bias,
+            group=name,
+            return_gathered=return_gathered,
+            cols=cols,
+            main_grad=main_grad,
+            out=into,
+        )
+        return _batch_first(found) if out is None else out
+    if cols is not None or main_grad is not None or not isinstance(w, torch.Tensor):
+        o = check_own(OP, name, as_operands, x, w, bias, main_grad, cols, out)
+        y, gathered = torch.ops.tileweave.all_gather_matmul_list(
+            o.rows, o.w, o.bias, o.main_grad, name, return_gathered, o.cols
+        )
+        y = [_unflatten(each, x, o.rows, name) for each in y]
+        y = y[0] if isinstance(w, torch.Tensor) else y
+        return (y, _unflatten(gathered, x, o.rows, name)) if return_gathered else y
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
     if out is not None:
         _INTO_OUT(rows, w, bias, name, out=flat)
         return out
     y, gathered = _OPERATOR(rows, w, bias, name, return_gathered)
-    if x.dim() > 2:
-        each = rows.shape[0] // max(x.shape[0], 1)  # rows per index of dimension 0
-        first = y.shape[0] // each if each else rank_and_size(name)[1] * x.shape[0]
-        lead = (first, *x.shape[1:-1])
-        y, gathered = (
-            y.view(*lead, y.shape[-1]),
-            gathered.view(*lead, x.shape[-1]) if return_gathered else gathered,
-        )
-    return (y, gathered) if return_gathered else y
+    y = _unflatten(y, x, rows, name)
+    return (y, _unflatten(gathered, x, rows, name)) if return_gathered else y
+
+
+def _unflatten(
+    result: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, group_name: str
+) -> torch.Tensor:
+    """A result [R * m, n] of the rows of x [m, ..., K] as [R * m, ..., n]."""
+    if x.dim() == 2:
+        return result
+    each = rows.shape[0] // max(x.shape[0], 1)  # rows per index of dimension 0
+    first = result.shape[0] // each if each else rank_and_size(group_name)[1] * x.shape[0]
+    return result.view(first, *x.shape[1:-1], result.shape[-1])
+
+
+def _batch_first(found: Any) -> Any:
+    """Results [S, B, ...] as views [B, S, ...]."""
+    if isinstance(found, torch.Tensor):
+        return found.transpose(0, 1)
+    return type(found)(_batch_first(each) for each in found)
 
 
 def _as_called(
@@ -183,10 +243,8 @@ def _forward(
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
     rows = chosen.world_size * x.shape[0]
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
-    run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, gathered
+    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
 
 
 def _unfused(
@@ -231,78 +289,9 @@ def _backward(
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, w and bias; an empty tensor for one that is not needed."""
-    grad = grad.contiguous()
-    gathers = need_w and gathered is None
-    fused = (
-        need_x
-        and grad_gathered is None
-        and scatters_fused(grad, w, group_name)
-        and not (gathers and too_large(x))
-    )
-    products = _products_fused if fused else _products_overlapped
-    gx, gw = products(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w)
-    empty = grad.new_empty(0)
-    return (
-        empty if gx is None else gx,
-        empty if gw is None else gw,
-        grad.sum(0) if need_bias else empty,
-    )
-
-
-def _products_fused(
-    grad: torch.Tensor,
-    grad_gathered: torch.Tensor | None,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    gathered: torch.Tensor | None,
-    group_name: str,
-    need_x: bool,
-    need_w: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Input gradient in one kernel, while copy engines gather x.
-
-    No kernel of NCCL may run concurrently with a kernel that waits for peers.
-    """
-    gathering = begin_gather_of_backward(x, group_name) if need_w and gathered is None else None
-    try:
-        gx = multiply_and_scatter(grad, w, group_name)
-    finally:  # also when memory runs out: the next gather would find the signals of this one
-        if gathering is not None:
-            gathered = gathering.wait()
-    return gx, grad.t() @ gathered if need_w and gathered is not None else None
-
-
-def _products_overlapped(
-    grad: torch.Tensor,
-    grad_gathered: torch.Tensor | None,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    gathered: torch.Tensor | None,
-    group_name: str,
-    need_x: bool,
-    need_w: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Matmuls of torch that overlap with collectives.
-
-    x is gathered while the input gradient is computed, gx is scattered while the weight gradient is
-    computed.
-    """
-    group = group_of(group_name)
-    gathering = scattering = gx = gw = None
-    if need_w and gathered is None:
-        gathered, gathering = collectives.begin_all_gather(x, group)
-    if need_x:
-        full = grad @ w
-        if grad_gathered is not None:
-            full += grad_gathered
-        gx, scattering = collectives.begin_reduce_scatter(full, group)
-    if gathering is not None:
-        gathering.wait()
-    if need_w and gathered is not None:
-        gw = grad.t() @ gathered
-    if scattering is not None:
-        scattering.wait()
-    return gx, gw
+    call = GatherBackward([grad], grad_gathered, x, [w], gathered, group_name)
+    gx, (gw,), _ = call.run(need_x, [need_w])
+    return gx, gw, grad.sum(0) if need_bias else grad.new_empty(0)
 
 
 def _like(
@@ -335,7 +324,35 @@ def _passed(
     return grad, grad_gathered if ctx.keep else None, x, w, gathered, ctx.group_name
 
 
-explain = explain_matmul(_as_called, check_inputs, plan)
+explain_one = explain_matmul(_as_called, check_inputs, plan)
+
+
+def explain(
+    x: torch.Tensor,
+    w: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: Group | None = None,
+    *,
+    gather_dim: int = 0,
+    cols: int | Sequence[int] | None = None,
+    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+) -> Plan:
+    """The plan of a call; of several weights, that of the fused kernel."""
+    if gather_dim != 0:
+        x, out = sequence_first(x, out, "gather_dim", gather_dim)
+    if cols is None and main_grad is None and isinstance(w, torch.Tensor):
+        return explain_one(x, w, bias, group, out=out)
+    o = as_operands(x, w, bias, main_grad, cols, out)
+    several.check_inputs(o.rows, o.w, o.bias, o.cols)
+    chosen = several.plan(o.rows, o.w, o.cols, rank_and_size(name_of(group))[1])
+    if len(o.w) == 1:
+        return chosen
+    first = several.most_columns(o.w, o.cols)
+    more = f"weight {first} of {len(o.w)} has the most columns; the others follow by torch.mm"
+    return replace(chosen, reason=f"{chosen.reason}; {more}")
+
+
 SPEC = OperatorSpec(
     call=all_gather_matmul,
     arguments="Tensor x, Tensor w, Tensor? bias, str group_name",
@@ -344,7 +361,7 @@ SPEC = OperatorSpec(
     forward=_forward,
     fake=_fake,
     explain=explain,
-    warmup=warmup_matmul(all_gather_matmul, explain),
+    warmup=warmup_matmul(all_gather_matmul, explain_one),
     backward=BackwardOperator(
         arguments="Tensor grad, Tensor? grad_gathered, Tensor x, Tensor w, Tensor? gathered,"
         " str group_name",
@@ -358,4 +375,5 @@ SPEC = OperatorSpec(
     kernel="tileweave.kernels.all_gather.triton",
     dual="matmul_reduce_scatter",
     traced="stamps",
+    define_more=several.define_operator,
 )

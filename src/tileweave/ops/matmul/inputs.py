@@ -6,7 +6,7 @@ Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -58,6 +58,35 @@ def as_rows(x: torch.Tensor, w: torch.Tensor, op: str) -> torch.Tensor:
         x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension"
     )
     return rows.flatten(0, -2)
+
+
+def sequence_first(
+    x: torch.Tensor, out: torch.Tensor | None, name: str, dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [B, S, ...] and ``out`` as views [S, B, ...], for option ``name`` = 1.
+
+    The operators gather and scatter rows, hence dimension 0. Their results are views, too, so that
+    no result is copied; x is, unless B is 1 or its memory has the order [S, B, ...] already.
+    """
+    require(dim in (0, 1), f"{name}={dim!r}", "0 or 1", f"transpose x, or pass {name}=1")
+    fits = isinstance(x, torch.Tensor) and x.dim() >= 3
+    require(
+        fits,
+        lambda: f"{name}=1 with x of {x.dim() if isinstance(x, torch.Tensor) else 'no'} dimensions",
+        "x [B, S, ..., K]",
+        f"pass {name}=0, or add a dimension for the batch",
+    )
+    if out is not None:
+        fits = out.dim() == x.dim() and out.transpose(0, 1).is_contiguous()
+        asked = f"out {tuple(out.shape)} with strides {out.stride()} and {name}=1"
+        require(
+            fits,
+            asked,
+            "out [B, S, ..., n] whose memory has the order [S, B, ..., n]",
+            "pass torch.empty(S, B, ..., n).transpose(0, 1)",
+        )
+        out = out.transpose(0, 1)
+    return x.transpose(0, 1), out
 
 
 def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
@@ -146,6 +175,27 @@ def check_shape(
                 f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}",
                 f"{shape}, contiguous",
                 remedy,
+            )
+
+
+def check_main_grad(w: Sequence[torch.Tensor], main_grad: Sequence[torch.Tensor]) -> None:
+    """Raise :class:`InputError` for ``main_grad`` that weight gradients cannot be added to."""
+    for each, into in zip(w, main_grad, strict=False):
+        fits = (
+            into.shape == each.shape
+            and into.is_contiguous()
+            and into.dtype in (torch.float32, each.dtype)
+            and into.device == each.device
+            and not into.requires_grad
+        )
+        if not fits:
+            require(
+                fits,
+                f"main_grad {tuple(into.shape)} {into.dtype} on {into.device} with strides "
+                f"{into.stride()}, requires_grad={into.requires_grad}, for w {tuple(each.shape)}",
+                "the shape and device of w, contiguous, float32 or the dtype of w, without "
+                "requires_grad",
+                "allocate torch.zeros(w.shape, dtype=torch.float32, device=w.device)",
             )
 
 
@@ -305,8 +355,9 @@ def accept(
     options: object,
     check: Callable[[int], None],
     plan: Callable[[int], Plan],
+    agreed: list[list[int]] | None = None,
 ) -> Plan:
-    """Check the arguments and plan the call, once per signature of a fused call, to save host time.
+    """Check the arguments and plan the call, once per signature, to save host time.
 
     Parameters
     ----------
@@ -325,6 +376,9 @@ def accept(
 
     plan : callable
         ``plan(world_size)`` plans the call.
+
+    agreed : lists of int, optional
+        The sizes that ranks must agree on, in place of all shapes of what the call reads.
     """
     inputs = (x, w, *others)
     workspace = REGISTRY.find(group_name, x.device)  # so the device of x is no part of a signature
@@ -341,7 +395,11 @@ def accept(
         *map(_facts, others),
         *map(_facts, results),
     )
-    chosen = None if workspace is None else workspace.accepted.get(signature)
+    if workspace is None:
+        accepted = REGISTRY.accepted(group_name, x.device)
+    else:
+        accepted = workspace.accepted
+    chosen = accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
         refuse_alias(results, inputs)
@@ -353,7 +411,7 @@ def accept(
         check(size)
         refuse_alias(results, inputs)
 
-    shapes = [None if t is None else list(t.shape) for t in inputs]
+    shapes = agreed or [None if t is None else list(t.shape) for t in inputs]
     # after the checks all dtypes are that of x
     common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debug:
@@ -362,12 +420,15 @@ def accept(
         checked()
     unreachable = tuned_choices.agree(group, x.device)
     chosen = Plan("unfused", unreachable) if unreachable else plan(size)
+    checksum = 0
     if chosen.config is not None:
         common["plan"] = repr(chosen.config)
+        checksum = checksum_of(common)
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = Accepted(
-            chosen.path, chosen.reason, chosen.config, checksum_of(common), size, workspace
-        )
+        accepted = workspace.accepted
+    chosen = accepted[signature] = Accepted(
+        chosen.path, chosen.reason, chosen.config, checksum, size, workspace=workspace
+    )
     return chosen
 
 

@@ -33,19 +33,22 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
-from tileweave.ops.matmul.backward import gather_and_multiply
+from tileweave.ops.matmul.backward import add_product, gather_and_multiply
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
+    check_main_grad,
     check_operands,
     check_shape,
     check_traced,
     explain_matmul,
     out_as_rows,
     plan_for,
+    sequence_first,
     warmup_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
@@ -55,12 +58,16 @@ from tileweave.planning.problem import MatmulConfig, Plan
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(0, x=-1, w=1, bias=None)
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     group: Group | None = None,
+    scatter_dim: int = 0,
+    depth: int | None = None,
+    main_grad: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by this rank's columns of a weight, and keep this rank's rows of the sum over ranks.
@@ -88,8 +95,25 @@ def matmul_reduce_scatter(
         The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
         the default group.
 
+    scatter_dim : 0 or 1
+        1: x is [B, S, ..., k] and the result [B, S / R, ..., N]. The result is a view of memory in
+        the order [S / R, B, ..., N], which is not copied. x is copied once, unless B is 1 or x is
+        such a view itself, like a function by element of a result of ``all_gather_matmul`` with
+        ``gather_dim=1``. The gradient of y is copied alike.
+
+    depth : int, optional
+        The largest k of any rank, the same on every rank, for ranks with different numbers of
+        columns: a dimension that R does not divide, cut as DTensor's ``Shard`` does. A rank may
+        have none.
+
+    main_grad : [N, k], optional
+        In the backward the gradient of w is added to it, and the gradient of w is None. float32,
+        contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
+        ``gradient_accumulation_fusion``.
+
     out : [M / R, ..., N], contiguous, optional
-        Memory for the result. Not with gradients.
+        Memory for the result. Not with gradients, nor with ``depth`` or ``main_grad``. With
+        ``scatter_dim=1`` its memory has the order [S / R, B, ..., N].
 
     Returns
     -------
@@ -112,11 +136,17 @@ def matmul_reduce_scatter(
     is summed over the group. Source: FLUX, arXiv 2406.06858.
     """
     name = name_of(group)
-    rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name)
+    if scatter_dim != 0:
+        turned, into = check_own(OP, name, sequence_first, x, out, "scatter_dim", scatter_dim)
+        y = matmul_reduce_scatter(
+            turned, w, bias, group=name, depth=depth, main_grad=main_grad, out=into
+        )
+        return y.transpose(0, 1) if out is None else out
+    rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, depth, main_grad)
     if out is not None:
         _INTO_OUT(rows, w, bias, name, out=flat)
         return out
-    y = _OPERATOR(rows, w, bias, name)
+    y = _OPERATOR(rows, w, bias, name, depth or 0, main_grad)
     if x.dim() > 2:
         y = y.view(x.shape[0] // rank_and_size(name)[1], *x.shape[1:-1], w.shape[0])
     return y
@@ -128,9 +158,20 @@ def _as_called(
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     group_name: str,
+    depth: int | None = None,
+    main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
     rows = as_rows(x, w, OP)
+    if depth is not None or main_grad is not None:
+        require(out is None, "out= with depth= or main_grad=", "one of them", "drop out=")
+    require(
+        depth is None or (isinstance(depth, (int, torch.SymInt)) and depth >= 0),
+        lambda: f"depth={depth!r}",
+        "a whole number",
+        "pass the largest k of any rank",
+    )
+    check_main_grad([w], [] if main_grad is None else [main_grad])
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
@@ -146,17 +187,29 @@ def _check_rows(rows: int, size: int) -> None:
 
 
 def check_inputs(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    size: int,
+    depth: int = 0,
 ) -> None:
     """Raise :class:`InputError` for arguments that do not fit, before anything is sent."""
     check_operands(x, w, bias, out)
+    require(
+        not depth or x.shape[1] <= depth,
+        lambda: f"x {tuple(x.shape)} with depth={depth}",
+        "x [M, k] with k at most depth",
+        "pass the largest k of any rank as depth=, the same on every rank",
+    )
     _check_rows(x.shape[0], size)
     check_shape("out", out, (x.shape[0] // size, w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, size: int, depth: int = 0) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    return plan_for(plan_matmul_reduce_scatter, x, x.shape[0] // size, w.shape[0], size)
+    rows = x.shape[0] // size
+    return plan_for(plan_matmul_reduce_scatter, x, rows, w.shape[0], size, depth or x.shape[1])
 
 
 def _forward(
@@ -164,9 +217,12 @@ def _forward(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
+    depth: int = 0,
+    main_grad: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_main_grad([w], [] if main_grad is None else [main_grad])
     chosen = accept(
         OP,
         group_name,
@@ -174,15 +230,18 @@ def _forward(
         w,
         (bias,),
         (out,),
-        "",
-        lambda size: check_inputs(x, w, bias, out, size),
-        lambda size: plan(x, w, size),
+        depth or "",
+        lambda size: check_inputs(x, w, bias, out, size, depth),
+        lambda size: plan(x, w, size, depth),
+        [[x.shape[0]], [w.shape[0]], [bias is not None]] if depth else None,
     )
     if chosen.config is None:
         log_fallback(OP, chosen)
         return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
     rows = x.shape[0] // chosen.world_size
     y = x.new_empty(rows, w.shape[0]) if out is None else out
+    if x.shape[1] == 0:  # of a rank without columns: its kernel sends zeros
+        x, w = x.new_zeros(x.shape[0], 8), w.new_zeros(w.shape[0], 8)
     run_fused(x, w, bias, y, group_name, chosen)
     return y
 
@@ -192,11 +251,14 @@ def _fake(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
+    depth: int = 0,
+    main_grad: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size = dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, out, size))
+    check_traced(lambda: check_inputs(x, w, bias, out, size, depth))
+    check_traced(lambda: check_main_grad([w], [] if main_grad is None else [main_grad]))
     return x.new_empty(x.shape[0] // size, w.shape[0])
 
 
@@ -205,9 +267,11 @@ def _backward(
     x: torch.Tensor | None,
     w: torch.Tensor,
     group_name: str,
+    depth: int,
     need_x: bool,
     need_w: bool,
     need_bias: bool,
+    main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, w and bias; an empty tensor for one that is not needed.
 
@@ -218,19 +282,22 @@ def _backward(
     gx, gw, gb = (grad.new_empty(0) for _ in range(3))
     gathered = None
     if need_x:
-        gx, gathered = gather_and_multiply(grad, w, group_name, keep=need_w or need_bias)
+        gx, gathered = gather_and_multiply(grad, w, group_name, need_w or need_bias, depth)
     elif need_w:
         gathered = collectives.all_gather(grad, group)
     if need_w and gathered is not None:
         assert x is not None, "kept where the weight requires a gradient"
-        gw = gathered.t() @ x
+        if main_grad is None:
+            gw = gathered.t() @ x
+        else:
+            add_product(main_grad, gathered, x)
     if need_bias:
         gb = collectives.all_reduce(grad.sum(0), group) if gathered is None else gathered.sum(0)
     return gx, gw, gb
 
 
 def _like(
-    grad: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, group_name: str
+    grad: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, group_name: str, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dist.get_world_size(group_of(group_name)) * grad.shape[0]
     gx = grad.new_empty(rows, w.shape[1])
@@ -238,25 +305,53 @@ def _like(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, _, ctx.group_name = inputs
+    # main_grad is not saved: later calls add to it before this backward runs
+    x, w, _, ctx.group_name, ctx.depth, ctx.main_grad = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 
 
 def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return grad, *ctx.saved_tensors, ctx.group_name
+    return grad, *ctx.saved_tensors, ctx.group_name, ctx.depth
 
 
-explain = explain_matmul(_as_called, check_inputs, plan)
+explain_rows = explain_matmul(_as_called, check_inputs, plan)
+
+
+def explain(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    group: Group | None = None,
+    *,
+    scatter_dim: int = 0,
+    depth: int | None = None,
+    main_grad: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> Plan:
+    """The plan of a call."""
+    if scatter_dim != 0:
+        x, out = sequence_first(x, out, "scatter_dim", scatter_dim)
+    if depth is None and main_grad is None:
+        return explain_rows(x, w, bias, group, out=out)
+    name = name_of(group)
+    size = rank_and_size(name)[1]
+    rows, flat = _as_called(x, w, bias, out, name, depth, main_grad)
+    check_inputs(rows, w, bias, flat, size, depth or 0)
+    return plan(rows, w, size, depth or 0)
+
+
 SPEC = OperatorSpec(
     call=matmul_reduce_scatter,
     arguments="Tensor x, Tensor w, Tensor? bias, str group_name",
+    options="int depth=0, Tensor? main_grad=None",
     forward=_forward,
     fake=_fake,
     explain=explain,
-    warmup=warmup_matmul(matmul_reduce_scatter, explain),
+    warmup=warmup_matmul(matmul_reduce_scatter, explain_rows),
     backward=BackwardOperator(
-        arguments="Tensor grad, Tensor? x, Tensor w, str group_name",
+        arguments="Tensor grad, Tensor? x, Tensor w, str group_name, int depth",
         of=("x", "w", "bias"),
+        into="w",
         setup_context=_setup_context,
         passed=_passed,
         run=_backward,
