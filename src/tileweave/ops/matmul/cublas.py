@@ -9,7 +9,10 @@ where our matmul is slower (decision 0016). Tables and planners choose (``Matmul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch.nn.functional import linear
 
 from tileweave.kernels.all_reduce.collective import ALIGN, Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
@@ -22,27 +25,63 @@ from tileweave.transport.workspace import Instance, Workspace
 INSTANCE = (
     "library"  # an instance of its own: its slots have another layout than those of a fused kernel
 )
+MOST_KEPT = 16 << 20  # bytes of gather(x): an allocation takes 4 us of 40
+
+
+@dataclass(slots=True)
+class GatherThenMultiply:
+    """Calls of one shape: ``y [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias``.
+
+    whole : where gather(x) is stored in eager calls that do not return it, if that is small.
+    """
+
+    instance: Instance
+    launch: Launcher
+    whole: torch.Tensor | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        gathered: torch.Tensor | None,
+        checksum: int = 0,
+    ) -> torch.Tensor:
+        """Return y, in ``out`` if given; store gather(x) in ``gathered`` if given."""
+        instance = self.instance
+        capturing = instance.begin(checksum)
+        whole = gathered if gathered is not None else None if capturing else self.whole
+        if whole is None:
+            whole = x.new_empty(instance.world_size * x.shape[0], x.shape[1])
+        try:
+            self.launch(x, whole)
+        finally:
+            instance.launched()
+        if out is None:
+            return linear(whole, w, bias)  # takes 4 us less than an allocation and mm(out=)
+        multiply(whole, w, bias, out)
+        return out
 
 
 def gather_then_multiply(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias; stores gather(x) in ``gathered`` if
-    given."""
-    size = workspace.transport.world_size
-    whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(
-        workspace, op, config, x.contiguous(), whole, x.numel(), False, True, checksum=checksum
-    )
-    multiply(whole, w, bias, out)
+    workspace: Workspace, op: str, x: torch.Tensor, config: MatmulConfig
+) -> GatherThenMultiply:
+    """Make the calls of x [m, K]."""
+    instance, size = workspace.instance(op, INSTANCE), workspace.transport.world_size
+    key = (x.shape, x.dtype, config)
+    call = instance.cache.get(key)
+    if call is None:
+        launch = _launcher(workspace, instance, config, x, x.numel(), False, True)
+        nbytes, whole = size * x.numel() * x.element_size(), None
+        if nbytes <= MOST_KEPT:
+            # Of no use to any other call while this one needs it: launches of a device are in
+            # order, also across streams, and a launch comes after all work of the last one's stream
+            kept = instance.scratch(MOST_KEPT)[:nbytes]
+            whole = kept.view(x.dtype).view(size * x.shape[0], x.shape[1])
+        call = GatherThenMultiply(instance, launch, whole)
+        instance.keep(key, call)
+    return call  # type: ignore[return-value]
 
 
 def multiply_shards(
