@@ -163,12 +163,14 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     )
 
 
-def warmup(op: str, *args: object, **kwargs: object) -> Plan:
+def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
     """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
     calls. Collective.
 
-    Makes one call on zeros, of one size, and returns the plan of calls of that size. Another number
+    Makes a call on zeros of each size, and returns the plan of calls of that size. Another number
     of rows may take another path, with memory of its own: warm up each size that will be captured.
+    ``tw.warmup("matmul_all_reduce", range(1, 513), cols, depth)`` compiles what calls of all these
+    rows need in parallel, and then makes them.
 
     Parameters
     ----------
@@ -179,8 +181,9 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
         Sizes or tensors of this rank; they depend on the operator:
 
         all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce:
-            ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]. matmul_all_reduce also
-            takes ``norm=True``, for calls with ``norm_weight``, which have another kernel.
+            ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]; rows is a number, or
+            several (a range, a list). matmul_all_reduce also takes ``norm=True``, for calls with
+            ``norm_weight``, which have another kernel.
         matmul_all_to_all, all_to_all_matmul:
             the same, with ``scatter_dim=`` and ``gather_dim=``.
         dispatch_grouped_matmul:
@@ -206,8 +209,8 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
 
     Returns
     -------
-    Plan
-        What :func:`explain` returns for the call.
+    Plan, or dict of int to Plan
+        What :func:`explain` returns for the call; of several numbers of rows, for each.
 
     Raises
     ------
