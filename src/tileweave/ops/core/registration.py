@@ -163,7 +163,11 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     )
 
 
-def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
+# Set by the package: the tuner is in a higher layer.
+TUNERS: list[Callable[..., None]] = []
+
+
+def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan | dict[int, Plan]:
     """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
     calls. Collective.
 
@@ -207,6 +211,12 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.
 
+    tune : bool, optional
+        For matmul operators: first measure which plan is fastest for each size that was not tuned
+        before, and use it from now on. That takes about a second per size, and longer where kernels
+        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
+        the extra ``tileweave[cli]``. Default False.
+
     Returns
     -------
     Plan, or dict of int to Plan
@@ -220,6 +230,9 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
         A rank does not call in time: every rank must call with the same arguments.
     """
     spec = spec_of(op)
+    if tune:
+        for tuner in TUNERS:
+            tuner(op, *args, **kwargs)
     if spec.warmup is not None:
         return spec.warmup(*args, **kwargs)
     with torch.no_grad():
