@@ -19,7 +19,7 @@ from tests.support.worlds import Member, Worlds
 import tileweave as tw
 from tileweave.ops.core import tuned_choices
 from tileweave.planning import cache, choices
-from tileweave.planning.cache import Tuned
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
 
 CONFIG = MatmulConfig("triton", "sm", 16, 32, 32, 1, 4, num_slices=2, num_producers=1)
@@ -28,9 +28,9 @@ ROWS, COLS, DEPTH = 8, 24, 32
 OP = "all_gather_matmul"
 
 
-def tuned(size: int, config: MatmulConfig | None, us: float = 5.0) -> Tuned:
-    times = ((None, 7.0), (config, us)) if config is not None else ((None, us),)
-    return Tuned(OP, Problem(size, ROWS, COLS, DEPTH, 4, "float32"), times)
+def tuned(size: int, config: MatmulConfig | None, us: float = 5.0) -> Measurement:
+    times = {None: 7.0, config: us}
+    return Measurement(OP, Problem(size, ROWS, COLS, DEPTH, 4, "float32"), times)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def call(me: Member, group: dist.ProcessGroup | None = None) -> tuple[str, float
     return str(tw.explain(OP, x, w, group=group)), ((y - want).norm() / want.norm()).item()
 
 
-def write(folder: Path, size: int, entry: Tuned) -> None:
+def write(folder: Path, size: int, entry: Measurement) -> None:
     with mock.patch.dict(os.environ, TILEWEAVE_CACHE=str(folder)):
         cache.merge(tuned_choices.key_of(torch.device("cpu"), size), [entry])
 

@@ -5,6 +5,7 @@ of tileweave in one line of the user's.
 module              the line
 ==================  ==================================================================
 ``transformers``    ``tileweave.integrations.transformers.enable()``
+``torchtitan``      ``--override.imports tileweave.integrations.torchtitan.dist_gemm``
 ==================  ==================================================================
 
 An adapter is the only module that imports its framework, and nothing imports it but its user:

@@ -90,15 +90,23 @@ _HOPPER = {
     "all_to_all_matmul": _EXCHANGE_BEFORE,
 }
 
+TUNABLE = tuple(_HOPPER)  # operators with candidates
+
+
+# Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
+_SHARED_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+
 
 def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
     """The candidates of a GPU without Hopper kernels: the Triton kernels with the same tiles."""
     return tuple(
         dict.fromkeys(
-            replace(c, kernel="triton", num_stages=min(c.num_stages, 4), num_warps=c.tile_m // 16)
+            replace(c, kernel="triton", num_stages=stages, num_warps=c.tile_m // 16)
             if c.kernel == "hopper"
             else c
             for c in configs
+            for stages in ((2, 3, 4) if c.kernel == "hopper" else (1,))
+            if stages <= c.num_stages
         )
     )
 
@@ -127,6 +135,10 @@ def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...
     return tuple(config for config in known if can_run(op, config, p, machine))
 
 
+def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
+    return (c.tile_m + c.tile_n) * c.tile_k * p.itemsize * c.num_stages
+
+
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
     if op == "matmul_all_reduce" and c.kernel != "library" and p.rows > c.tile_m:
@@ -135,8 +147,10 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
         return False
     if machine.backend == "cpu":
         return True
+    if c.kernel != "library" and _ring_bytes(c, p) > 1024 * _SHARED_KB.get(machine.arch, 99):
+        return False
     if p.depth * p.itemsize % 16:
         return False  # rows of K are no multiple of 16 bytes, which the copy hardware needs
-    if p.cols * p.itemsize % 16 and (c.kernel == "library" or op == "matmul_all_to_all"):
-        return False  # cuBLAS takes 2 to 3 times as long; tiles of an exchange leave by TMA
-    return op != "all_to_all_matmul" or c.kernel == "library" or p.depth % c.tile_k == 0
+    # where rows of a result are not, cuBLAS takes 2 to 3 times as long; tiles of an exchange leave
+    # by TMA
+    return p.cols * p.itemsize % 16 == 0 or not (c.kernel == "library" or op == "matmul_all_to_all")

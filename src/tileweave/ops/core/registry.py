@@ -253,6 +253,9 @@ def name_of(group: Group | None) -> str:
 
 def group_of(name: str) -> dist.ProcessGroup:
     """The group of this name. Raises :class:`InputError` for a group that this rank is not in."""
+    known = REGISTRY.known(name)
+    if known is not None:
+        return known
     group = _resolved(name)
     if dist.get_rank(group) < 0:
         raise InputError(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from tileweave.errors import InputError, RankMismatchError
 from tileweave.ops.core.registry import interpreting, machine_of
 from tileweave.planning import cache, choices
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.transport.rendezvous import TUNED, meet, require_alike
 from tileweave.transport.workspace import kernels_allowed
@@ -119,17 +120,20 @@ def _hold(world_size: int, held: _Held) -> None:
 
 def _install(held: _Held) -> None:
     if held.text:
-        choices.install(entry.measurement for entry in cache.parse(held.text, "memory")[1])
+        choices.install(_measured(held))
 
 
-def add(device: torch.device, world_size: int, entries: Iterable[cache.Tuned]) -> None:
+def _measured(held: _Held) -> tuple[Measurement, ...]:
+    return cache.parse(held.text, "memory")[1] if held.text else ()
+
+
+def add(device: torch.device, world_size: int, measured: Iterable[Measurement]) -> None:
     """Plan by these results, too. Every rank of the group that measured them calls this with the
     same ones."""
     read(device, world_size)
     held, key = _HELD[world_size], key_of(device, world_size)
-    known = cache.parse(held.text, "memory")[1] if held.text else ()
-    merged = {(entry.op, entry.problem): entry for entry in (*known, *entries)}
-    _hold(world_size, _Held(cache.text_of(key, merged.values()), held.agreed))
+    text = cache.text_of(key, cache.merged(_measured(held), measured))
+    _hold(world_size, _Held(text, held.agreed))
 
 
 def agree(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -132,7 +132,7 @@ class _FusedCall:
             from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
-            if fits(x, w):
+            if fits(x, w) and self.parts.depth * x.element_size() % 16 == 0:
                 return hopper_launcher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )

@@ -357,7 +357,7 @@ def accept(
     plan: Callable[[int], Plan],
     agreed: list[list[int]] | None = None,
 ) -> Plan:
-    """Check the arguments and plan the call, once per signature of a fused call, to save host time.
+    """Check the arguments and plan the call, once per signature, to save host time.
 
     Parameters
     ----------
@@ -395,7 +395,11 @@ def accept(
         *map(_facts, others),
         *map(_facts, results),
     )
-    chosen = None if workspace is None else workspace.accepted.get(signature)
+    if workspace is None:
+        accepted = REGISTRY.accepted(group_name, x.device)
+    else:
+        accepted = workspace.accepted
+    chosen = accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
         refuse_alias(results, inputs)
@@ -416,17 +420,15 @@ def accept(
         checked()
     unreachable = tuned_choices.agree(group, x.device)
     chosen = Plan("unfused", unreachable) if unreachable else plan(size)
+    checksum = 0
     if chosen.config is not None:
         common["plan"] = repr(chosen.config)
+        checksum = checksum_of(common)
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = Accepted(
-            chosen.path,
-            chosen.reason,
-            chosen.config,
-            checksum_of(common),
-            size,
-            workspace=workspace,
-        )
+        accepted = workspace.accepted
+    chosen = accepted[signature] = Accepted(
+        chosen.path, chosen.reason, chosen.config, checksum, size, workspace=workspace
+    )
     return chosen
 
 

@@ -36,6 +36,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import Backward, OperatorSpec
@@ -61,6 +62,7 @@ EPS = 1e-6
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(None, x=-1, w=1, bias=None, residual=None, norm_weight=None)
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,

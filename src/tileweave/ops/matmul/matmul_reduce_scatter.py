@@ -33,6 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -57,6 +58,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(0, x=-1, w=1, bias=None)
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
