@@ -6,6 +6,7 @@ module              the line
 ==================  ==================================================================
 ``transformers``    ``tileweave.integrations.transformers.enable()``
 ``torchtitan``      ``--override.imports tileweave.integrations.torchtitan.dist_gemm``
+``megatron``        ``tileweave.integrations.megatron.get_gpt_layer_spec()``
 ==================  ==================================================================
 
 An adapter is the only module that imports its framework, and nothing imports it but its user:
