@@ -97,6 +97,7 @@ def reduce_in_chunks(
                 group_name,
                 chunk.chosen,
                 chunk.mirrors[slot],
+                None if added.residual is None else added.residual.narrow(0, chunk.own, chunk.rows),
             )
             call.launches.all_reduced()
             transport.push(chunk.pulls[slot], sums.data_ptr(), QUEUE)
@@ -109,8 +110,6 @@ def reduce_in_chunks(
         if capturing and not joined:
             transport.join(QUEUE)  # a capture must join every stream that it forked
         instance.launched()
-    if added.residual is not None:
-        torch.add(sums, added.residual, out=sums)
     if added.norm_weight is not None:
         call.norm(sums, added.norm_weight, added.norm_eps, out)
 
