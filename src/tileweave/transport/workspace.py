@@ -146,6 +146,7 @@ class Instance:
         )
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
+        self._scratch: torch.Tensor | None = None
         self._held: list[object] = []  # memory that graphs read and write
         self.slot_table = torch.zeros(0)
         self.slot_bytes = self.num_slots = 0
@@ -235,6 +236,13 @@ class Instance:
             )
         # last: what fails before leaves no slots to a smaller call
         self.slot_bytes, self.num_slots = size, slots
+
+    @torch.inference_mode(False)
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself."""
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
+        return self._scratch[:nbytes]
 
     def keep(self, key: object, value: object) -> None:
         """Put ``value`` into the cache. The cache is emptied first if it is full."""
@@ -451,6 +459,22 @@ class Registry:
         if found is None:
             found = self._workspaces[key] = Workspace(make())
         return found
+
+    @contextmanager
+    def replaced(
+        self, group_name: str, device: torch.device, workspace: Workspace
+    ) -> Iterator[None]:
+        """Calls of this group on this device use ``workspace``."""
+        key = (group_name, device)
+        before = self._workspaces.get(key)
+        self._workspaces[key] = workspace
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._workspaces[key]
+            else:
+                self._workspaces[key] = before
 
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
