@@ -19,7 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear
 
 import tileweave as tw
+from tileweave.kernels.runtime import compile_all as compiling
+from tileweave.kernels.runtime import launch as launching
 from tileweave.ops.core import registry
+from tileweave.planning.problem import Plan
 
 EXCHANGE = {"scatter_dim": 0, "gather_dim": 1}
 
@@ -405,6 +408,51 @@ def added_by_compiled_code(me: Member) -> None:
 
 def test_main_grad_compiled(worlds: Worlds) -> None:
     worlds("gloo", 2).run(added_by_compiled_code)
+
+
+# --- Warm-up for many numbers of rows ---
+
+
+def warmed(me: Member) -> None:
+    """Each call is made once, the largest first, after all of them were made over a transport that
+    sends nothing. Later calls are right."""
+    made: list[int] = []
+    compiled: list[int] = []
+    launch = launching.Launcher.__call__
+
+    def noted(self: launching.Launcher, *given: torch.Tensor) -> None:
+        made.append(given[0].shape[0])
+        launch(self, *given)
+
+    def compile_all(launches: list[launching.Planned], rank: int, size: int) -> None:
+        compiled.append(len(launches))
+        made.clear()  # the launches until now were not made
+
+    sizes, options = [2, 8, 70, 4], {"dtype": torch.float32, "device": "cpu"}
+    size = me.world_size
+    with (
+        mock.patch.object(launching.Launcher, "__call__", noted),
+        mock.patch.object(compiling, "compile_all", compile_all),
+    ):
+        for op in (AG, RS, AR, OUT, IN):
+            how = EXCHANGE if op in (OUT, IN) else {}
+            rows = sizes if op in (AG, AR) else [n * size for n in sizes]
+            plans = tw.warmup(op, rows, 6 * size, 8 * size, **options, **how)
+            assert list(plans) == rows and compiled.pop() == len(made) == 4, (op, made)
+            assert all(plan.path == "fused" for plan in plans.values())
+            assert made == sorted(made, reverse=True), (op, made)
+            made.clear()
+    plans = tw.warmup(AR, range(1, 4), 6, 8, norm=True, backward=True, **options)
+    assert list(plans) == [1, 2, 3]
+    assert isinstance(tw.warmup(AR, 2, 6, 8, **options), Plan)
+    x, w = torch.ones(4, 8), torch.ones(6, 8)
+    assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((4, 6), 8.0 * size))
+    assert "rows=[]" in refusal(tw.warmup, AR, [], 6, 8)
+    assert "rows=[1, -1]" in refusal(tw.warmup, AR, [1, -1], 6, 8)
+
+
+def test_warmup_of_many_rows(world: World) -> None:
+    world.run(warmed)
 
 
 # --- What is refused ---

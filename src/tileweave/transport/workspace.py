@@ -460,6 +460,22 @@ class Registry:
             found = self._workspaces[key] = Workspace(make())
         return found
 
+    @contextmanager
+    def replaced(
+        self, group_name: str, device: torch.device, workspace: Workspace
+    ) -> Iterator[None]:
+        """Calls of this group on this device use ``workspace``."""
+        key = (group_name, device)
+        before = self._workspaces.get(key)
+        self._workspaces[key] = workspace
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._workspaces[key]
+            else:
+                self._workspaces[key] = before
+
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
     ) -> None:

@@ -160,7 +160,7 @@ class OperatorSpec:
     options: str = ""
     results: str = "Tensor"
     out: str = "Tensor(a!) out"
-    warmup: Callable[..., Plan] | None = None
+    warmup: Callable[..., Plan | dict[int, Plan]] | None = None
     backward: Backward | BackwardOperator | None = None
     dual: str = ""
     traced: Literal["stamps", "waits", ""] = ""

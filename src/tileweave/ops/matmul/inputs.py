@@ -1,4 +1,4 @@
-"""Checks and plans of the matmul operators, their ``explain`` and their ``warmup``.
+"""Checks and plans of the matmul operators, and their ``explain``.
 
 Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] in
 ``torch.nn.Linear`` layout, bias [cols].
@@ -436,54 +436,6 @@ def _facts(t: torch.Tensor | None) -> tuple[object, ...] | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
 
 
-def operands_for_warmup(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, depth] and w [cols, depth] of zeros, on ``device`` or the current GPU."""
-    sizes = (rows, cols, depth)
-    whole = all(isinstance(size, int) and size >= 0 for size in sizes)
-    require(whole, f"warmup{sizes!r}", "whole numbers", "pass sizes of this rank's x and w")
-    require(
-        isinstance(dtype, torch.dtype),
-        f"warmup with dtype={dtype!r}",
-        "a torch.dtype",
-        "pass the dtype of x and w",
-    )
-    if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else "cpu"
-        )
-    where = torch.device(device)
-    there = where.type != "cuda" or torch.cuda.is_available()
-    require(
-        there,
-        f"warmup on {where}",
-        "a device of this machine",
-        "pass device='cpu', or look at tileweave doctor",
-    )
-    with torch.inference_mode(False):  # otherwise they could not require gradients
-        return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(
-            cols, depth, dtype=dtype, device=where
-        )
-
-
-def call_for_warmup(
-    call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
-) -> None:
-    """Make one call with these operands; with ``backward`` also the backward of both, which has its
-    own kernels."""
-    if not backward:
-        call(x, w, **options)
-        return
-    with torch.inference_mode(False), torch.enable_grad():
-        y = call(x.requires_grad_(), w.requires_grad_(), **options)
-        y = y[0] if isinstance(y, tuple) else y
-        assert isinstance(y, torch.Tensor), "operators return one tensor, or two"
-        y.sum().backward()
-
-
 def explain_matmul(
     as_called: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     check: Callable[..., None],
@@ -510,23 +462,3 @@ def explain_matmul(
         return plan(rows, w, size)
 
     return explain
-
-
-def warmup_matmul(call: Callable[..., object], explain: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Make ``warmup`` of an operator over x, w and bias."""
-
-    def warmup(
-        rows: int,
-        cols: int,
-        depth: int,
-        *,
-        backward: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None,
-        group: Group | None = None,
-    ) -> Plan:
-        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-        call_for_warmup(call, x, w, backward, group=group)
-        return explain(x, w, group=group)
-
-    return warmup

@@ -49,9 +49,9 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
     sequence_first,
-    warmup_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
+from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
 
