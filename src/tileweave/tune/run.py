@@ -77,7 +77,7 @@ def tune(member: Member, options: Options) -> Outcome:
     """Tune on every rank of the world. Collective; the outcome is complete on rank 0 only."""
     cases = without_repeats(list(options.cases), member.world_size)
     key = tuned_choices.key_of(member.device, member.world_size)
-    _on_rank_0(member, lambda: cache.require_writable(key))
+    on_rank_0(member, lambda: cache.require_writable(key))
     tuned_choices.agree(member.group, member.device)
     rows: list[Row] = []
     skipped: list[str] = []
@@ -92,7 +92,7 @@ def tune(member: Member, options: Options) -> Outcome:
                 steps.done("skipped: out of time")
                 continue
             measured, row = tune_case(member, case, number, options.repeats, steps.detail)
-            _on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
+            on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             rows.append(row)
             steps.done(f"{row.now}, {row.us:.1f} us, {row.gain:.2f} times as fast as {row.before}")
     return Outcome(rows, skipped, str(cache.path_of(key)), time.monotonic() - started)
@@ -162,7 +162,7 @@ def _named(config: MatmulConfig | None) -> str:
     return f"{config.kernel} {config.transport} {tile}"
 
 
-def _on_rank_0(member: Member, act: Callable[[], object]) -> None:
+def on_rank_0(member: Member, act: Callable[[], object]) -> None:
     """Act on rank 0; an error of its input is raised on every rank."""
     said: list[Any] = [""]
     if member.rank == 0:

@@ -57,4 +57,7 @@ def of_sizes(op: str, rows: int, cols: int, depth: int, dtype: str) -> Case:
 
 def without_repeats(cases: list[Case], world_size: int) -> list[Case]:
     """Each problem once: sizes are rounded down to what ranks share equally."""
-    return list({problem_of(case, world_size): case for case in reversed(cases)}.values())[::-1]
+    first: dict[tuple[str, object], Case] = {}
+    for case in cases:
+        first.setdefault((case.op, problem_of(case, world_size)), case)
+    return list(first.values())

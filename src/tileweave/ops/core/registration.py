@@ -85,8 +85,7 @@ def _gradients(
     parameters, passed, name = spec.parameters, backward.passed, spec.name
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
-    ops = getattr(torch.ops.tileweave, f"{name}_backward")
-    run = operator(f"{name}_backward")
+    run, run_into = operator(f"{name}_backward"), operator(f"{name}_backward.into")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
@@ -100,7 +99,7 @@ def _gradients(
         if main_grad is None:
             found = run(*args, *needed)
         else:
-            found = ops.into(*args, *needed, main_grad=main_grad)
+            found = run_into(*args, *needed, main_grad=main_grad)
         result: list[Any] = [*none]
         for of, place, needs, grad in zip(backward.of, places, needed, found, strict=True):
             if needs and (main_grad is None or of != backward.into):
@@ -163,7 +162,11 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     )
 
 
-def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
+# Set by the package: the tuner is in a higher layer.
+TUNERS: list[Callable[..., None]] = []
+
+
+def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan | dict[int, Plan]:
     """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
     calls. Collective.
 
@@ -207,6 +210,12 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.
 
+    tune : bool, optional
+        For matmul operators: first measure which plan is fastest for each size that was not tuned
+        before, and use it from now on. That takes about a second per size, and longer where kernels
+        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
+        the extra ``tileweave[cli]``. Default False.
+
     Returns
     -------
     Plan, or dict of int to Plan
@@ -220,6 +229,9 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan | dict[int, Plan]:
         A rank does not call in time: every rank must call with the same arguments.
     """
     spec = spec_of(op)
+    if tune:
+        for tuner in TUNERS:
+            tuner(op, *args, **kwargs)
     if spec.warmup is not None:
         return spec.warmup(*args, **kwargs)
     with torch.no_grad():

@@ -92,6 +92,8 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         counted = []
         for at, name in changed:
             value = kwargs[name] if name in kwargs else args[at]
+            if value is None:
+                continue
             for t in value if isinstance(value, (list, tuple)) else (value,):
                 if t is not None and not t.is_inference():
                     counted.append(t)
@@ -102,8 +104,7 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
                         "or a tensor made outside; remedy: one of them"
                     )
         result = implementation(*args, **kwargs)
-        for t in counted:
-            torch.autograd.graph.increment_version(t)
+        torch.autograd.graph.increment_version(counted)
         return result if returns else None
 
     return call

@@ -95,7 +95,7 @@ def read(device: torch.device, world_size: int) -> None:
     A file that is broken is not used, and a warning names it. Not collective: :func:`agree` follows
     before a call.
     """
-    if world_size in _HELD or not _may_fuse(device, world_size):
+    if world_size in _HELD or not may_fuse(device, world_size):
         return
     text = _NONE
     try:
@@ -152,13 +152,13 @@ def agree(group: dist.ProcessGroup, device: torch.device) -> str:
     if found is not None:
         return found
     size = dist.get_world_size(group)
-    if not _may_fuse(device, size):
+    if not may_fuse(device, size):
         return ""
     found = _MET[group] = _meet(group, device, size)
     return found
 
 
-def _may_fuse(device: torch.device, world_size: int) -> bool:
+def may_fuse(device: torch.device, world_size: int) -> bool:
     """Whether any call may be fused, by facts that all ranks share."""
     return world_size in FUSED_WORLD_SIZES and (device.type == "cuda" or interpreting())
 

@@ -215,15 +215,15 @@ def out_as_rows(
     if out is None:
         return None
     check_like_x(name, out, x, allowed)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, out, *inputs)
-    ):
-        require(
-            False,
-            "out= with tensors that require gradients",
-            "one of them",
-            "drop out=, or call under torch.no_grad()",
-        )
+    if torch.is_grad_enabled():
+        for t in (x, out, *inputs):
+            if t is not None and t.requires_grad:
+                require(
+                    False,
+                    "out= with tensors that require gradients",
+                    "one of them",
+                    "drop out=, or call under torch.no_grad()",
+                )
     return out if x.dim() == 2 else out.flatten(0, -2)
 
 

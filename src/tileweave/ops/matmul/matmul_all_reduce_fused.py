@@ -1,11 +1,11 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else cuBLAS followed by two shots."""
+"""The fused call of matmul_all_reduce: one shot for few rows, cuBLAS and one launch that reduces
+(``reduce_by_cublas.py``), or chunks of rows (``all_reduce_in_chunks.py``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.registry import endpoint, workspace_of
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -35,14 +35,18 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-    if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_reduce
+    if config.kernel == "library" or config.transport == "copy_engine":
+        from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
 
-        target = out if residual_out is None else residual_out
-        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.checksum)
-        # a separate kernel: no program has a whole row, which has many tiles
-        if norm_weight is not None:
-            out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
+        added = Added(bias, residual, norm_weight, norm_eps)
+        if config.transport == "copy_engine":
+            from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
+
+            reduce_in_chunks(
+                workspace, x, w, added, out, residual_out, group_name, config, chosen.checksum
+            )
+            return
+        multiply_then_reduce(workspace, OP, x, w, added, out, residual_out, config, chosen.checksum)
         return
     instance, launch = _one_shot(workspace, x, w, norm_weight is not None, config)
     instance.begin(chosen.checksum)
