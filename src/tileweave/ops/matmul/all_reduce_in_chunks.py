@@ -81,7 +81,7 @@ def reduce_in_chunks(
     if call is None:
         call = _make(workspace, instance, x, w.shape[0], config)
         instance.keep(key, call)
-    assert isinstance(call, _Call)
+    assert isinstance(call, _Call), "keys of calls have a shape, keys of endpoints only a dtype"
     capturing, joined = instance.begin(checksum), False
     slot = copy_slot(instance)
     try:
