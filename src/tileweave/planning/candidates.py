@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.chunks import fits_chunks
 
 
 def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
@@ -146,7 +147,7 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"
-        if in_chunks and (p.rows % p.world_size or not c.fits_rows(p.rows // p.world_size)):
+        if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
             return False
         if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
             return False
