@@ -6,6 +6,9 @@ module              the line
 ==================  ==================================================================
 ``transformers``    ``tileweave.integrations.transformers.enable()``
 ``torchtitan``      ``--override.imports tileweave.integrations.torchtitan.dist_gemm``
+``megatron``        ``tileweave.integrations.megatron.get_gpt_layer_spec()``
+``vllm``            ``TILEWEAVE_VLLM=1 vllm serve ...``
+``sglang``          ``TILEWEAVE_SGLANG=1 python -m sglang.launch_server ...``
 ==================  ==================================================================
 
 An adapter is the only module that imports its framework, and nothing imports it but its user:

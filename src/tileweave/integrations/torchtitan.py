@@ -86,11 +86,7 @@ class AllGatherLinearMulti:
         group: dist.ProcessGroup,
         group_name: str,
     ) -> tuple[torch.Tensor, ...]:
-        def call() -> tuple[torch.Tensor, ...]:
-            y: Any = all_gather_matmul(x, torch.cat((wa, wb)), group=group_name)
-            return y.split((wa.shape[0], wb.shape[0]), -1)
-
-        return _typed(call, x, group, 1)
+        return _typed(lambda: tuple(all_gather_matmul(x, [wa, wb], group=group_name)), x, group, 1)
 
 
 class LinearReduceScatter:

@@ -147,7 +147,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
 
     @classmethod
     def take_over(
-        cls, linear: nn.Linear, group: Group | None, source: int | None, **options: Any
+        cls, linear: nn.Module, group: Group | None, source: int | None, **options: Any
     ) -> Any:
         """Make ``linear`` this layer in place; other modules may hold it.
 

@@ -59,6 +59,9 @@ _REDUCE = (
     _launch(64),
     _launch(128, 4),
     *_LARGE_BLOCKS,
+    replace(_launch(64, 4), shots=1),
+    *(replace(_uncut(_WIDE, 1), row_chunks=chunks) for chunks in (1, 2, 4, 8)),
+    *(replace(_uncut(_SQUARE, 1), row_chunks=chunks) for chunks in (1, 2)),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -141,9 +144,13 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
-    if op == "matmul_all_reduce" and c.kernel != "library" and p.rows > c.tile_m:
-        return False
-    if op != "matmul_all_reduce" and not c.fits_rows(p.rows):
+    if op == "matmul_all_reduce":
+        in_chunks = c.kernel != "library" and c.transport == "copy_engine"
+        if in_chunks and (p.rows % p.world_size or not c.fits_rows(p.rows // p.world_size)):
+            return False
+        if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
+            return False
+    elif not c.fits_rows(p.rows):
         return False
     if machine.backend == "cpu":
         return True

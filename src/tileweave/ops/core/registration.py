@@ -85,8 +85,7 @@ def _gradients(
     parameters, passed, name = spec.parameters, backward.passed, spec.name
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
-    ops = getattr(torch.ops.tileweave, f"{name}_backward")
-    run = operator(f"{name}_backward")
+    run, run_into = operator(f"{name}_backward"), operator(f"{name}_backward.into")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
@@ -100,7 +99,7 @@ def _gradients(
         if main_grad is None:
             found = run(*args, *needed)
         else:
-            found = ops.into(*args, *needed, main_grad=main_grad)
+            found = run_into(*args, *needed, main_grad=main_grad)
         result: list[Any] = [*none]
         for of, place, needs, grad in zip(backward.of, places, needed, found, strict=True):
             if needs and (main_grad is None or of != backward.into):
