@@ -233,7 +233,9 @@ class UnfusedColumn(ColumnParallelLinear):
     overlap = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _GatherMatmul.apply(x.flatten(0, -2), self.weight, group_of(self), self.overlap)
+        y = _GatherMatmul.apply(
+            x.flatten(0, -2), self.weight.to_local(), group_of(self), self.overlap
+        )
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
 
@@ -247,7 +249,7 @@ class UnfusedRow(RowParallelLinear):
     """The layer as a matmul and a reduce-scatter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _MatmulScatter.apply(x.flatten(0, -2), self.weight, group_of(self))
+        y = _MatmulScatter.apply(x.flatten(0, -2), self.weight.to_local(), group_of(self))
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
 

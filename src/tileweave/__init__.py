@@ -18,6 +18,9 @@ for graphs and compilers.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from tileweave import nn as nn
 from tileweave import ops as ops
 from tileweave.errors import (
@@ -29,9 +32,11 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.core.registration import SPECS as _SPECS
+from tileweave.ops.core.registration import TUNERS as _TUNERS
 from tileweave.ops.core.registration import explain, warmup
 from tileweave.ops.core.registry import Group as _Group
 from tileweave.ops.core.registry import name_of as _name_of
+from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import (
     IndicesOnTheirWay,
@@ -51,9 +56,26 @@ from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.planning.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
+if _TYPE_CHECKING:
+    from tileweave import parallel as parallel
+    from tileweave.parallel import parallelize as parallelize
+
 __version__ = "0.1.0"
 # Names of all operators: a view, which also shows operators that are registered later.
 OPERATORS = _SPECS.keys()
+
+
+def _tune(*args: object, **kwargs: object) -> None:
+    """What ``warmup(tune=True)`` does first."""
+    from tileweave.bench.prerequisites import need
+
+    need("tileweave.warmup(tune=True)", "rich")
+    from tileweave.tune.call import tune_call
+
+    tune_call(*args, **kwargs)  # type: ignore[arg-type]
+
+
+_TUNERS.append(_tune)
 
 
 def close(group: _Group | None = None) -> None:
@@ -89,6 +111,17 @@ def synchronize(group: _Group | None = None) -> None:
     _REGISTRY.synchronize(_named(group))
 
 
+def __getattr__(name: str) -> _Any:
+    """``parallel`` and ``parallelize``, which import DTensor: 0.5 s that other users do not wait
+    for."""
+    if name not in ("parallel", "parallelize"):
+        raise AttributeError(f"module 'tileweave' has no attribute {name!r}")
+    from importlib import import_module
+
+    package = import_module("tileweave.parallel")
+    return package if name == "parallel" else package.parallelize
+
+
 def _named(group: _Group | None) -> str | None:
     """The name of ``group``. A name is returned as it is: its group may no longer exist while its
     workspace does."""
@@ -113,6 +146,7 @@ __all__ = [
     "all_to_all_matmul",
     "begin_distribute_indices",
     "close",
+    "copy_to_group",
     "dispatch_grouped_matmul",
     "distribute_indices",
     "embedding_bag",
@@ -124,6 +158,8 @@ __all__ = [
     "matmul_reduce_scatter",
     "nn",
     "ops",
+    "parallel",
+    "parallelize",
     "plan_sharding",
     "swiglu",
     "synchronize",

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, MoE, RowParallelLinear
+from tileweave.nn.shards import local
 
 PATHS = pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 
@@ -42,7 +43,7 @@ def start(me: Member, kind: str, on_meta: bool) -> dict[str, list]:
         for module in layer.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-    return {name: p.tolist() for name, p in layer.named_parameters()} | {
+    return {name: local(p).tolist() for name, p in layer.named_parameters()} | {
         "what is drawn next": torch.rand(3).tolist()
     }
 
@@ -68,7 +69,7 @@ def test_equal_seeds_give_equal_copies_and_different_shards(
 
 def shapes_in_fake_mode(me: Member) -> list[tuple[int, ...]]:
     with FakeTensorMode():
-        return [tuple(p.shape) for kind in MAKERS for p in MAKERS[kind]().parameters()]
+        return [tuple(local(p).shape) for kind in MAKERS for p in MAKERS[kind]().parameters()]
 
 
 def test_layers_can_be_made_of_fake_tensors(world: World) -> None:

@@ -34,6 +34,7 @@ LAYERS = (
     ("kernels",),
     ("ops",),
     ("nn", "profile", "launcher"),
+    ("parallel",),
     ("__init__",),
     ("integrations",),
     ("bench",),

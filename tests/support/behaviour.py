@@ -32,6 +32,7 @@ from tests.support.worlds import ROOT, Member
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn.shards import local
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.registry import name_of
@@ -335,7 +336,7 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     rounded = _rounded(whole, case)
     part = ColumnParallelLinear.from_linear(rounded, save_gathered=save_gathered)
     mine = slice(me.rank * case.cols, (me.rank + 1) * case.cols)
-    _check_state(part, {name: tensor[mine] for name, tensor in rounded.state_dict().items()})
+    _check_state(part, rounded)
 
     shards = [draw_operands(case, r, me.world_size, me.device, 6).x for r in range(me.world_size)]
     leaves = [shard.double().requires_grad_() for shard in shards]
@@ -349,7 +350,7 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
     for name, parameter in part.named_parameters():
         assert_norm_near(
-            parameter.grad,
+            local(parameter.grad),
             whole.get_parameter(name).grad[mine],
             limit,
             f"rank {me.rank}: gradient of {name}",
@@ -365,8 +366,7 @@ def row_parallel_linear(me: Member, case: Case) -> None:
     rounded = _rounded(whole, case)
     part = RowParallelLinear.from_linear(rounded, scatter=case.op == RS)
     mine = slice(me.rank * case.depth, (me.rank + 1) * case.depth)
-    state = rounded.state_dict()
-    _check_state(part, {**state, "weight": state["weight"][:, mine]})
+    _check_state(part, rounded)
 
     shards = [draw_operands(case, r, size, me.device, 6).x for r in range(size)]
     leaves = [shard.double().requires_grad_() for shard in shards]
@@ -379,11 +379,14 @@ def row_parallel_linear(me: Member, case: Case) -> None:
     (y.float().square().mean() / (size if case.op == RS else 1)).backward()
     assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
     assert_norm_near(
-        part.weight.grad, whole.weight.grad[:, mine], limit, f"rank {me.rank}: gradient of weight"
+        local(part.weight.grad),
+        whole.weight.grad[:, mine],
+        limit,
+        f"rank {me.rank}: gradient of weight",
     )
     if case.bias:
         assert_norm_near(
-            part.bias.grad, whole.bias.grad, limit, f"rank {me.rank}: gradient of bias"
+            local(part.bias.grad), whole.bias.grad, limit, f"rank {me.rank}: gradient of bias"
         )
 
 
@@ -396,14 +399,20 @@ def _rounded(linear: torch.nn.Linear, case: Case) -> torch.nn.Linear:
     return copy.deepcopy(linear).to(case.torch_dtype)
 
 
-def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
-    """A state_dict with the names of a Linear and these values. Loading it again changes
-    nothing."""
-    state = {name: tensor.clone() for name, tensor in part.state_dict().items()}
-    assert state.keys() == want.keys()
-    assert all(torch.equal(state[name], want[name]) for name in want)
+def _check_state(part: torch.nn.Module, whole: torch.nn.Linear) -> None:
+    """A state_dict of DTensors with the names and values of ``whole``, which can be loaded
+    again."""
+    want = whole.state_dict()
+
+    def check() -> None:
+        state = part.state_dict()
+        assert state.keys() == want.keys()
+        assert all(torch.equal(state[name].full_tensor(), want[name]) for name in want)
+
+    check()
+    torch.nn.init.zeros_(local(part.weight.detach()))
     part.load_state_dict(want)
-    assert all(torch.equal(state[name], tensor) for name, tensor in part.state_dict().items())
+    check()
 
 
 # --- Examples ---

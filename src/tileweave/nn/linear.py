@@ -1,9 +1,14 @@
-"""Linear layers for tensor and sequence parallelism. Each rank has one shard of the parameters of
-``torch.nn.Linear``.
+"""Linear layers for tensor and sequence parallelism: ``torch.nn.Linear`` whose parameters are
+sharded.
 
 A column-parallel layer, an elementwise function and a row-parallel layer make a Megatron-style MLP
 or attention. Both layers are initialized like the full ``nn.Linear``; ``from_linear`` takes the
 shard of this rank from a full layer that every rank has.
+
+Parameters are DTensors of the shape of the full layer, ``Shard(0)``, ``Shard(1)`` or
+``Replicate()`` on the mesh of the group: checkpoints, optimizers and gradient clipping of torch
+treat them as one tensor. Pass a dimension of a DeviceMesh as ``group`` to combine a layer with
+FSDP2 on another one.
 
 Use the same seed on all ranks before making layers: replicated parameters are then equal on all
 ranks, and shards still differ.
@@ -12,14 +17,23 @@ ranks, and shards still differ.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import linear as multiply
 
-from tileweave.errors import require
-from tileweave.ops.core.registry import group_of, name_of
+from tileweave.errors import InputError, require
+from tileweave.nn.shards import (
+    ShardedModule,
+    distributed,
+    local,
+    mesh_of,
+    sharded,
+)
+from tileweave.ops.core.registry import Group, group_of, name_of
+from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
@@ -59,80 +73,135 @@ def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
     nn.init.uniform_(shard, -bound, bound, generator)
 
 
-class _ParallelLinear(nn.Module):
+def gather_and_multiply(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    dim: int,
+    group_name: str,
+    keep: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """``gather(x) @ w.T + bias`` for each weight, with x gathered once along ``dim``; and gather(x)
+    if ``keep``."""
+    shared = keep or len(weights) > 1
+    rows = x.transpose(0, dim).contiguous()
+    found = all_gather_matmul(rows, weights[0], biases[0], group=group_name, return_gathered=shared)
+    first, gathered = found if isinstance(found, tuple) else (found, None)
+    ys = [first]
+    if gathered is not None:
+        ys += [multiply(gathered, w, b) for w, b in zip(weights[1:], biases[1:], strict=True)]
+    return (
+        [y.transpose(0, dim) for y in ys],
+        None if gathered is None else gathered.transpose(0, dim),
+    )
+
+
+class ParallelLinear(ShardedModule, nn.Linear):
     """The common part of both layers."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    shards_bias: bool
+    # Which dimension of weight and bias is sharded; None: replicated.
+    dims: ClassVar[tuple[int, int | None]]
 
     def __init__(
-        self, in_features: int, out_features: int, group: dist.ProcessGroup | None
-    ) -> None:
-        super().__init__()
-        self.group_name = name_of(group)
-        self.world_size = dist.get_world_size(group_of(self.group_name))
-        self.in_features, self.out_features = in_features, out_features
-
-    def _features_per_rank(self, name: str) -> int:
-        """How many of the features ``name`` ("in_features", "out_features") each rank has."""
-        features = getattr(self, name)
-        asked = f"{name}={features} over {self.world_size} ranks"
-        require(
-            features % self.world_size == 0,
-            asked,
-            "a multiple of the world size",
-            "pad the layer or choose another group",
-        )
-        return features // self.world_size
-
-    def _make_parameters(
         self,
-        shape: tuple[int, int],
+        in_features: int,
+        out_features: int,
         bias: bool,
+        group: Group | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = (
-            nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
-        )
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self._join(group)
+        shape = [out_features, in_features]
+        shape[self.dims[0]] //= self.world_size
+        weight = torch.empty(shape, device=device, dtype=dtype)
+        mesh = mesh_of(group, weight.device)
+        weight_at, bias_at = self._placements()
+        self.weight = sharded(weight, mesh, weight_at)
+        self.bias = None
+        if bias:
+            empty = torch.empty(shape[0], device=device, dtype=dtype)
+            self.bias = sharded(empty, mesh, bias_at)
         self.reset_parameters()
+
+    def _join(self, group: Group | None) -> None:
+        """Set the group, and check that the sharded features are a multiple of its size."""
+        self.group_name = name_of(group)
+        self.world_size = dist.get_world_size(group_of(self.group_name))
+        name = ("out_features", "in_features")[self.dims[0]]
+        features = getattr(self, name)
+        require(
+            features % self.world_size == 0,
+            f"{name}={features} over {self.world_size} ranks",
+            "a multiple of the world size",
+            "pad the layer or choose another group",
+        )
+
+    def _placements(self) -> tuple[Any, Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        weight, bias = self.dims
+        return Shard(weight), Replicate() if bias is None else Shard(bias)
+
+    @classmethod
+    def take_over(
+        cls, linear: nn.Module, group: Group | None, source: int | None, **options: Any
+    ) -> Any:
+        """Make ``linear`` this layer in place; other modules may hold it.
+
+        ``source``: the rank whose values are taken; None: each rank has the full layer.
+        """
+        require(
+            type(linear) is nn.Linear,
+            f"a shard of {type(linear).__name__}",
+            "torch.nn.Linear itself: subclasses may compute something else, as quantised ones do",
+            "leave this module out of the plan",
+        )
+        layer: Any = linear
+        layer.__class__ = cls
+        try:
+            layer._join(group)
+        except InputError:
+            layer.__class__ = nn.Linear
+            raise
+        mesh = mesh_of(group, linear.weight.device)
+        for name, placement in zip(("weight", "bias"), layer._placements(), strict=True):
+            whole = getattr(linear, name)
+            if whole is not None:
+                setattr(layer, name, distributed(whole, mesh, placement, source))
+        for name, value in options.items():
+            setattr(layer, name, value)
+        return layer
+
+    @classmethod
+    def _from(cls, linear: nn.Linear, group: Group | None, **options: Any) -> Any:
+        copied = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
+        copied.weight, copied.bias = linear.weight, linear.bias
+        return cls.take_over(copied.train(linear.training), group, None, **options)
 
     def reset_parameters(self) -> None:
         """Initialize like ``nn.Linear.reset_parameters`` of the full layer, whose ``in_features``
         give the bound."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-        fill_shard(self.weight, bound, self.group_name)
-        if self.bias is not None:
-            if self.shards_bias:
-                fill_shard(self.bias, bound, self.group_name)
-            else:
-                nn.init.uniform_(self.bias, -bound, bound)
-
-    def _copy_from(self, linear: nn.Linear, dimension: int) -> None:
-        """Copy this rank's shard of ``linear`` along ``dimension`` of the weight. The bias is
-        sharded if ``dimension`` is 0, else whole."""
-        rank = dist.get_rank(group_of(self.group_name))
         with torch.no_grad():
-            self.weight.copy_(linear.weight.chunk(self.world_size, dimension)[rank])
-            self.weight.requires_grad_(linear.weight.requires_grad)
-            if self.bias is not None:
-                self.bias.copy_(
-                    linear.bias.chunk(self.world_size)[rank] if dimension == 0 else linear.bias
-                )
-                self.bias.requires_grad_(linear.bias.requires_grad)
+            fill_shard(local(self.weight), bound, self.group_name)
+            if self.bias is not None and self.dims[1] is not None:
+                fill_shard(local(self.bias), bound, self.group_name)
+            elif self.bias is not None:
+                nn.init.uniform_(local(self.bias), -bound, bound)
 
 
-class ColumnParallelLinear(_ParallelLinear):
-    """``gather(x) @ weight.T + bias``. Rows of x and output features are sharded over the group.
+class ColumnParallelLinear(ParallelLinear):
+    """``gather(x) @ weight.T + bias``. Output features are sharded over the group.
 
-    =======  ===========================  ==============================================
-    weight   [out_features / R, in]       rows of the full Linear weight, in rank order
-    bias     [out_features / R]           or None
-    x        [m, ..., in]                 this rank's rows (m = M / R)
-    y        [M, ..., out_features / R]   all rows, this rank's features
-    =======  ===========================  ==============================================
+    =======  ============================  ===================================================
+    weight   [out_features, in], Shard(0)  each rank has out_features / R rows
+    bias     [out_features], Shard(0)      or None
+    x        [m, ..., in]                  this rank's rows (m = M / R); all with gather=False
+    y        [M, ..., out_features / R]    all rows, this rank's features
+    =======  ============================  ===================================================
 
     Parameters
     ----------
@@ -145,11 +214,20 @@ class ColumnParallelLinear(_ParallelLinear):
     bias : bool
         whether the layer has a bias.
 
-    group : ProcessGroup, optional
+    group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the layer; None is the default group.
 
     device, dtype : optional
         of the parameters, as in ``nn.Linear``.
+
+    gather : bool
+        True: rows of x are sharded, and gathered (sequence parallelism). False: x is the same on
+        every rank, nothing is sent in forward, and the gradient of x is summed over ranks
+        (``tileweave.copy_to_group``).
+
+    dim : int
+        with ``gather``, the dimension of x along which rows are gathered. Any other than 0 costs a
+        copy of x, unless x has size 1 in dimension 0.
 
     save_gathered : bool
         keep gather(x) for backward, which takes R times the memory of x, instead of gathering it
@@ -161,7 +239,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if ``out_features`` is not a multiple of R, or x does not fit.
     """
 
-    shards_bias = True
+    dims = (0, 0)
 
     def __init__(
         self,
@@ -169,61 +247,58 @@ class ColumnParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        gather: bool = True,
+        dim: int = 0,
         save_gathered: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, group)
-        self.save_gathered = save_gathered
-        self._make_parameters(
-            (self._features_per_rank("out_features"), in_features), bias, device, dtype
-        )
+        super().__init__(in_features, out_features, bias, group, device, dtype)
+        self.gather, self.dim, self.save_gathered = gather, dim, save_gathered
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
+        gather: bool = True,
+        dim: int = 0,
         save_gathered: bool = False,
     ) -> ColumnParallelLinear:
         """This rank's shard of a full ``nn.Linear``, which every rank has."""
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            group=group,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
-            save_gathered=save_gathered,
-        )
-        layer._copy_from(linear, 0)
-        return layer
+        options = dict(gather=gather, dim=dim, save_gathered=save_gathered)
+        return cls._from(linear, group, **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        operands = under_autocast(x, self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
+        if not self.gather:
+            return multiply(copy_to_group(x, self.group_name), w, bias)
         keep = self.save_gathered and torch.is_grad_enabled()
-        result = all_gather_matmul(*operands, group=self.group_name, return_gathered=keep)
-        return result[0] if isinstance(result, tuple) else result
+        if self.dim == 0:
+            y = all_gather_matmul(x, w, bias, group=self.group_name, return_gathered=keep)
+            return y[0] if isinstance(y, tuple) else y
+        return gather_and_multiply(x, [w], [bias], self.dim, self.group_name, keep)[0][0]
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, "
             f"out_features={self.out_features} / {self.world_size} ranks, "
-            f"bias={self.bias is not None}, save_gathered={self.save_gathered}"
+            f"bias={self.bias is not None}, gather={self.gather}, dim={self.dim}, "
+            f"save_gathered={self.save_gathered}"
         )
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """``sum over ranks of x @ weight.T, plus bias``. Input features are sharded over the group.
 
-    =======  ===========================  ========================================================
-    weight   [out, in_features / R]       columns of the full Linear weight, in rank order
-    bias     [out]                        or None; the same on every rank, and so is its gradient
-    x        [M, ..., in_features / R]    all rows, this rank's features
-    y        [M / R, ..., out]            this rank's rows; all rows with ``scatter=False``
-    =======  ===========================  ========================================================
+    =======  ============================  ===================================================
+    weight   [out, in_features], Shard(1)  each rank has in_features / R columns
+    bias     [out], Replicate()            or None; its gradient is the same on every rank, too
+    x        [M, ..., in_features / R]     all rows, this rank's features
+    y        [M / R, ..., out]             this rank's rows; all rows with ``scatter=False``
+    =======  ============================  ===================================================
 
     Parameters
     ----------
@@ -237,7 +312,7 @@ class RowParallelLinear(_ParallelLinear):
         whether the layer has a bias. It is replicated and must be equal on all ranks: use the same
         seed on all ranks before making the layer, load a state_dict, or use :meth:`from_linear`.
 
-    group : ProcessGroup, optional
+    group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the layer; None is the default group.
 
     device, dtype : optional
@@ -246,24 +321,19 @@ class RowParallelLinear(_ParallelLinear):
     scatter : bool
         True calls ``matmul_reduce_scatter``, for sequence parallelism. False calls
         ``matmul_all_reduce``; backward then assumes that the gradient of y is the same on every
-        rank.
+        rank. The layer before it is a ``ColumnParallelLinear(gather=False)``.
+
+    dim : int
+        with ``scatter``, the dimension of y along which rows are scattered. Any other than 0 costs
+        a copy of x, unless x has size 1 in dimension 0.
 
     Raises
     ------
     InputError
         if ``in_features`` is not a multiple of R, or x does not fit.
-
-    Notes
-    -----
-    With ``scatter=False`` all ranks have all rows, so the layer before this one must not be a
-    :class:`ColumnParallelLinear`, which gathers sharded rows. Use a linear layer over this rank's
-    output features with the same x on every rank (a ``torch.nn.Linear`` of a shard). Its gradient
-    of x is this rank's partial sum and is not summed over ranks here. All-reduce it (an autograd
-    function: identity in forward, ``all_reduce`` in backward) before replicated parameters use it.
-    The gradients of this layer's own x, weight and bias are complete.
     """
 
-    shards_bias = False
+    dims = (1, None)
 
     def __init__(
         self,
@@ -271,45 +341,36 @@ class RowParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         scatter: bool = True,
+        dim: int = 0,
     ) -> None:
-        super().__init__(in_features, out_features, group)
-        self.scatter = scatter
-        self._make_parameters(
-            (out_features, self._features_per_rank("in_features")), bias, device, dtype
-        )
+        super().__init__(in_features, out_features, bias, group, device, dtype)
+        self.scatter, self.dim = scatter, dim
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None, scatter: bool = True
+        cls, linear: nn.Linear, *, group: Group | None = None, scatter: bool = True, dim: int = 0
     ) -> RowParallelLinear:
         """This rank's shard of a full ``nn.Linear``, which every rank has."""
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            group=group,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
-            scatter=scatter,
-        )
-        layer._copy_from(linear, 1)
-        return layer
+        return cls._from(linear, group, scatter=scatter, dim=dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        operands = under_autocast(x, self.weight, self.bias)
-        if self.scatter:
-            return matmul_reduce_scatter(*operands, group=self.group_name)
-        y = matmul_all_reduce(*operands, group=self.group_name)
-        assert isinstance(y, torch.Tensor), "without a norm there is one result"
-        return y
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
+        if not self.scatter:
+            y = matmul_all_reduce(x, w, bias, group=self.group_name)
+            assert isinstance(y, torch.Tensor), "without a norm there is one result"
+            return y
+        if self.dim == 0:
+            return matmul_reduce_scatter(x, w, bias, group=self.group_name)
+        rows = x.transpose(0, self.dim).contiguous()
+        return matmul_reduce_scatter(rows, w, bias, group=self.group_name).transpose(0, self.dim)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} / {self.world_size} ranks, "
-            f"out_features={self.out_features}, "
-            f"bias={self.bias is not None}, scatter={self.scatter}"
+            f"out_features={self.out_features}, bias={self.bias is not None}, "
+            f"scatter={self.scatter}, dim={self.dim}"
         )

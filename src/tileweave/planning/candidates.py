@@ -59,6 +59,9 @@ _REDUCE = (
     _launch(64),
     _launch(128, 4),
     *_LARGE_BLOCKS,
+    replace(_launch(64, 4), shots=1),
+    *(replace(_uncut(_WIDE, 1), row_chunks=chunks) for chunks in (1, 2, 4, 8)),
+    *(replace(_uncut(_SQUARE, 1), row_chunks=chunks) for chunks in (1, 2)),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -89,6 +92,8 @@ _HOPPER = {
     "matmul_all_to_all": _EXCHANGE_AFTER,
     "all_to_all_matmul": _EXCHANGE_BEFORE,
 }
+
+TUNABLE = tuple(_HOPPER)  # operators with candidates
 
 
 # Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
@@ -139,9 +144,13 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
-    if op == "matmul_all_reduce" and c.kernel != "library" and p.rows > c.tile_m:
-        return False
-    if op != "matmul_all_reduce" and not c.fits_rows(p.rows):
+    if op == "matmul_all_reduce":
+        in_chunks = c.kernel != "library" and c.transport == "copy_engine"
+        if in_chunks and (p.rows % p.world_size or not c.fits_rows(p.rows // p.world_size)):
+            return False
+        if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
+            return False
+    elif not c.fits_rows(p.rows):
         return False
     if machine.backend == "cpu":
         return True
@@ -149,6 +158,6 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
         return False
     if p.depth * p.itemsize % 16:
         return False  # rows of K are no multiple of 16 bytes, which the copy hardware needs
-    if p.cols * p.itemsize % 16 and (c.kernel == "library" or op == "matmul_all_to_all"):
-        return False  # cuBLAS takes 2 to 3 times as long; tiles of an exchange leave by TMA
-    return op != "all_to_all_matmul" or c.kernel == "library" or p.depth % c.tile_k == 0
+    # where rows of a result are not, cuBLAS takes 2 to 3 times as long; tiles of an exchange leave
+    # by TMA
+    return p.cols * p.itemsize % 16 == 0 or not (c.kernel == "library" or op == "matmul_all_to_all")

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -53,14 +54,15 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
     sequence_first,
-    warmup_matmul,
 )
+from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(-1, x=0, w=0, bias=0)
 def all_gather_matmul(
     x: torch.Tensor,
     w: torch.Tensor | Sequence[torch.Tensor],
@@ -241,10 +243,8 @@ def _forward(
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
     rows = chosen.world_size * x.shape[0]
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
-    run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, gathered
+    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
 
 
 def _unfused(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import Copies, Copy, Transport
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.cublas import GatherThenMultiply
+
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
 
@@ -32,35 +36,39 @@ def run_fused(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     gathered: torch.Tensor | None,
     group_name: str,
     chosen: Plan[MatmulConfig],
     trace: torch.Tensor | None = None,
     how: Exchange | None = None,
-) -> None:
-    """Make the fused call of plan ``chosen``. Tests, the tuner and the tracer pass plans of their
-    own.
+) -> torch.Tensor:
+    """Make the fused call of plan ``chosen``, and return its result, in ``out`` if given. Tests,
+    the tuner and the tracer pass plans of their own, with ``out``.
 
     ``how``: an all-to-all in place of the all-gather; ``gathered`` is then the exchanged x.
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
+    library = config.kernel == "library"
+    if library and how is None and config.transport == "sm":
+        _, call = ready(chosen, "library", group_name, _make_gather, x, config)
+        return call(x, w, bias, out, gathered, chosen.checksum)
+    if out is None:
+        out = x.new_empty(chosen.world_size * x.shape[0], w.shape[0])
+    if library and how is not None:
         from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
 
         workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-        if how is not None:
-            exchange_then_multiply(
-                workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
-            )
-            return
-        if config.transport == "sm":
-            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
-        else:
-            multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
-        return
+        exchange_then_multiply(
+            workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
+        )
+        return out
+    if library:
+        from tileweave.ops.matmul.cublas import multiply_shards
+
+        multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
+        return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
@@ -69,11 +77,21 @@ def run_fused(
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
         push_with_launch(instance, kernel, call.copies[slot], source, capturing)
-        return
+        return out
     try:
         launch(x, w, bias, out, gathered, 0, trace)
     finally:
         instance.launched()
+    return out
+
+
+def _make_gather(
+    workspace: Workspace, x: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, GatherThenMultiply]:
+    from tileweave.ops.matmul.cublas import gather_then_multiply
+
+    call = gather_then_multiply(workspace, OP, x, config)
+    return call.instance, call
 
 
 def _make(
@@ -114,7 +132,7 @@ class _FusedCall:
             from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
-            if fits(x, w):
+            if fits(x, w) and self.parts.depth * x.element_size() % 16 == 0:
                 return hopper_launcher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )

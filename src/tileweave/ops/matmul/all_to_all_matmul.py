@@ -12,8 +12,8 @@ y          [rows of x', N]             x' @ w.T + bias
 has all tokens and this rank's heads, [M, K]; y has this rank's tokens, from all heads, [M / R, N],
 and w is [N, R * K].
 
-forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or all-to-all, a permutation
-and matmul where that is faster.
+forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or, where that is faster, one
+launch that exchanges parts and then cuBLAS, or all-to-all, a permutation and matmul.
 
 input gradient : gx = exchange back(gy @ w), which is ``matmul_all_to_all``, the dual operator, with
 the two dimensions swapped.

@@ -62,19 +62,7 @@ class Gathering:
 
         Read it on this stream, and keep no view of it.
         """
-        from tileweave.kernels.all_gather.await_shards import await_shards
-
-        transport = self._instance.transport
-        self._end(
-            lambda: await_shards(
-                self._call.endpoint,
-                self._x,
-                self._whole,
-                transport.world_size,
-                transport.rank,
-                transport.machine.num_sms,
-            )
-        )
+        self._end(lambda: self._call.launches.await_all(self._x, self._whole))
         return self._whole
 
     def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -184,6 +172,7 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
         pushes.append(Copies(copies))
     checksum = checksum_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)
-    call = _Call(peers, tuple(slots), tuple(pushes), checksum, shard_launches(peers, size, rank))
+    launches = shard_launches(peers, size, rank, x.shape, transport.machine.num_sms)
+    call = _Call(peers, tuple(slots), tuple(pushes), checksum, launches)
     instance.keep((x.shape, x.dtype), call)
     return call

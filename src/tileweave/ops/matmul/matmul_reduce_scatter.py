@@ -33,6 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -48,15 +49,16 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
     sequence_first,
-    warmup_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
+from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@takes_dtensors(0, x=-1, w=1, bias=None)
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -163,13 +165,13 @@ def _as_called(
     rows = as_rows(x, w, OP)
     if depth is not None or main_grad is not None:
         require(out is None, "out= with depth= or main_grad=", "one of them", "drop out=")
-    require(
-        depth is None or (isinstance(depth, (int, torch.SymInt)) and depth >= 0),
-        lambda: f"depth={depth!r}",
-        "a whole number",
-        "pass the largest k of any rank",
-    )
-    check_main_grad([w], [] if main_grad is None else [main_grad])
+        require(
+            depth is None or (isinstance(depth, (int, torch.SymInt)) and depth >= 0),
+            lambda: f"depth={depth!r}",
+            "a whole number",
+            "pass the largest k of any rank",
+        )
+        check_main_grad([w], [] if main_grad is None else [main_grad])
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
@@ -220,7 +222,8 @@ def _forward(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_main_grad([w], [] if main_grad is None else [main_grad])
+    if main_grad is not None:
+        check_main_grad([w], [main_grad])
     chosen = accept(
         OP,
         group_name,

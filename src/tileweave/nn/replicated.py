@@ -1,0 +1,83 @@
+"""Replicated parameters of any module: DTensors outside of forward, plain tensors inside, with
+their gradients summed over a group where each rank has a part of the rows or heads."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.core.replicated import copy_to_group
+
+
+def replicate(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sums: bool,
+    known: dict[nn.Parameter, nn.Parameter] | None = None,
+    source: int | None = None,
+) -> None:
+    """Make the parameters of ``module`` and of the modules in it replicated DTensors, in place.
+
+    ``module.weight`` is the parameter, a DTensor; while forward runs it is the plain tensor that
+    forward expects. Parameters that are DTensors already stay as they are.
+
+    Parameters
+    ----------
+    sums : bool
+        Gradients are partial sums: each rank applies the module to its own rows, or to its own
+        heads. They are summed over the ranks.
+
+    known : dict, optional
+        New parameters by the old ones, so that parameters which modules share stay shared.
+
+    source : int, optional
+        The rank whose values are taken. None: ranks have equal values.
+    """
+    from torch.distributed.tensor import Replicate
+
+    known = {} if known is None else known
+    for part in module.modules():
+        names = [
+            name for name, p in part._parameters.items() if p is not None and not is_dtensor(p)
+        ]
+        for name in names:
+            old = part._parameters[name]
+            assert old is not None, "selected above"
+            if old not in known:
+                known[old] = distributed(old, mesh, Replicate(), source)
+            part._parameters[name] = known[old]
+        if names:
+            part.__class__ = _class_of(type(part), tuple(names))
+            part._sums_over, part._in_forward = name_of(mesh) if sums else "", False  # type: ignore
+
+
+@cache
+def _class_of(cls: type, names: tuple[str, ...]) -> type:
+    """The subclass of ``cls`` whose parameters of these names are plain tensors in forward."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self._in_forward = self._in_forward, True
+        try:
+            return cls.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            self._in_forward = before
+
+    properties = {name: property(_getter(name)) for name in names}
+    members = {**properties, "forward": forward, "__module__": cls.__module__}
+    return type(cls.__name__, (ShardedModule, cls), members)
+
+
+def _getter(name: str) -> Any:
+    def parameter(self: Any) -> Any:
+        value = self._parameters[name]
+        if not self._in_forward or value is None:
+            return value
+        plain = local(value)
+        return copy_to_group(plain, self._sums_over) if self._sums_over else plain
+
+    return parameter

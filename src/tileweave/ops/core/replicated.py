@@ -1,0 +1,165 @@
+"""Functions between tensors that all ranks have and their parts, with the gradients that belong to
+them.
+
+====================  ====================================  ==================================
+function              forward                               gradient
+====================  ====================================  ==================================
+copy_to_group         x, the same on every rank             sum over ranks
+own_part              this rank's part of such an x         gather of the parts
+gather_parts          concatenate the parts of all ranks    this rank's part
+====================  ====================================  ==================================
+
+The first is *f* of Megatron-LM, arXiv 1909.08053; the others are its ``scatter_to`` and
+``gather_from`` regions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tileweave.errors import require
+from tileweave.ops.core import collectives
+from tileweave.ops.core.registry import (
+    Group,
+    define,
+    first_derivative,
+    group_of,
+    name_of,
+    rank_and_size,
+    refuse_second_derivative,
+)
+
+
+def copy_to_group(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
+    """Return x, which all ranks have, for work whose gradient of x is a partial sum on each rank.
+
+    Use it where a replicated x enters a layer that computes this rank's output features (the
+    all-reduce form of tensor parallelism), and for a replicated parameter that is applied to this
+    rank's rows. Works under ``torch.compile(fullgraph=True)``.
+
+    Parameters
+    ----------
+    x : tensor
+        The same on every rank.
+
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks that have x: a group, its name, or a DeviceMesh of one dimension. None: the
+        default group.
+
+    Returns
+    -------
+    x : tensor
+        A view of x. Its gradient is summed over the ranks of the group: in rank order in float32 on
+        the CPU, by NCCL on GPUs.
+
+    Raises
+    ------
+    InputError
+        The group is not one of this rank.
+
+    Notes
+    -----
+    Nothing is sent in forward. All ranks must run backward. Source: *f* in Megatron-LM, arXiv
+    1909.08053.
+    """
+    name = name_of(group)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _Copy.apply(x, name)
+
+
+def own_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    """This rank's part of x, which all ranks have, along ``dim``; its size is a multiple of R."""
+    return torch.ops.tileweave.own_part(x, dim % x.dim(), group_name)
+
+
+def gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    """The parts of all ranks, concatenated along ``dim``; what follows is the same on every
+    rank."""
+    return torch.ops.tileweave.gather_parts(x, dim % x.dim(), group_name)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivative("copy_to_group")
+        return torch.ops.tileweave.sum_over_group(grad_outputs[0], ctx.group_name), None
+
+
+def _sum_over_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return collectives.all_reduce(
+        x.clone(memory_format=torch.contiguous_format), group_of(group_name)
+    )
+
+
+def _own_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    rank, size = rank_and_size(group_name)
+    _check_parts(x, dim, size)
+    rows = x.shape[dim] // size
+    return x.narrow(dim, rank * rows, rows).clone(memory_format=torch.contiguous_format)
+
+
+def _check_parts(x: torch.Tensor, dim: int, size: int) -> None:
+    require(
+        x.shape[dim] % size == 0,
+        lambda: f"x {tuple(x.shape)} in {size} parts along dimension {dim}",
+        "a multiple of the world size",
+        "pad x",
+    )
+
+
+def _gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    gathered = collectives.all_gather(x.movedim(dim, 0).contiguous(), group_of(group_name))
+    return gathered.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _like_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    size = rank_and_size(group_name)[1]
+    _check_parts(x, dim, size)
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+
+
+def _like_gathered(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    size = rank_and_size(group_name)[1]
+    return x.new_empty(*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.dim, ctx.group_name = inputs
+
+
+def _gather_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.tileweave.gather_parts(grad, ctx.dim, ctx.group_name), None, None
+
+
+def _own_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.tileweave.own_part(grad, ctx.dim, ctx.group_name), None, None
+
+
+define(
+    "sum_over_group(Tensor x, str group_name) -> Tensor",
+    _sum_over_group,
+    lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+define(
+    "own_part(Tensor x, int dim, str group_name) -> Tensor",
+    _own_part,
+    _like_part,
+    first_derivative("own_part", _gather_gradient),
+    _setup_context,
+)
+define(
+    "gather_parts(Tensor x, int dim, str group_name) -> Tensor",
+    _gather_parts,
+    _like_gathered,
+    first_derivative("gather_parts", _own_gradient),
+    _setup_context,
+)

@@ -1,0 +1,99 @@
+"""One gather for the linear layers that take the input of a module: q, k and v of an attention,
+gate and up of an MLP.
+
+The module gets the gathered input, so that it may take shapes from it. Its linear layers take what
+was computed with the gather: one operator call for all of them, and no copy of weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tileweave.errors import InputError, require
+from tileweave.nn.linear import ColumnParallelLinear, gather_and_multiply, under_autocast
+from tileweave.nn.shards import local
+from tileweave.ops.core.replicated import copy_to_group
+
+INPUTS = ("hidden_states", "x", "input", "inputs")
+
+
+class SharedColumn(ColumnParallelLinear):
+    """A column-parallel layer whose module has the input for it: ``given``."""
+
+    given: tuple[torch.Tensor, torch.Tensor | None] | None
+    path: str
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.given is None:
+            return super().forward(input)
+        x, y = self.given
+        if input is x:
+            if y is not None:
+                return y
+            return nn.functional.linear(*under_autocast(input, *self._parts()))
+        if self.gather:
+            raise InputError(
+                f"asked: {self.path} of another tensor than the input of its module; allowed: the "
+                "same tensor; remedy: pass a plan that gives this layer a style of its own, "
+                "tw.parallel.Colwise(sequence_dim=...)"
+            )
+        return super().forward(input)
+
+    def _parts(self) -> tuple[Any, Any]:
+        return local(self.weight), local(self.bias)
+
+
+def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+    """Let the column-parallel layers of these names share the input of ``module``."""
+    layers: list[SharedColumn] = []
+    for name in names:
+        layer: Any = getattr(module, name)
+        layer.__class__ = SharedColumn
+        layer.given, layer.path = None, f"{path}.{name}" if path else name
+        layers.append(layer)
+    first = layers[0]
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = _input_of(path, args, kwargs)
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        ys: list[Any] = [None] * len(layers)
+        if first.gather:
+            cast = under_autocast(x, *(part for layer in layers for part in layer._parts()))
+            ys, gathered = gather_and_multiply(
+                cast[0], list(cast[1::2]), list(cast[2::2]), first.dim, first.group_name, keep=True
+            )
+            assert gathered is not None, "kept"
+            x = gathered
+        else:
+            x = copy_to_group(x, first.group_name)
+        for layer, y in zip(layers, ys, strict=True):
+            layer.given = (x, y)
+        if isinstance(key, int):
+            return (*args[:key], x, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: x}
+
+    def after(*_: Any) -> None:
+        for layer in layers:
+            layer.given = None
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """Where the input of a module is: the first argument, or the one of a usual name."""
+    if args and isinstance(args[0], torch.Tensor):
+        return 0
+    named = [name for name in INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
+    require(
+        bool(named),
+        f"a call of {path} with arguments {', '.join(kwargs)}",
+        f"a tensor as first argument, or one named {', '.join(INPUTS)}",
+        "pass the input first",
+    )
+    return named[0]

@@ -1,0 +1,98 @@
+"""Styles of tensor parallelism, for ``torch.distributed.tensor.parallel.parallelize_module`` and
+:func:`tileweave.parallelize`.
+
+Parameters become DTensors, as with the styles of torch; activations are plain tensors.
+
+=========================  ==================================  ================================
+style                      all-reduce form                     sequence-parallel form
+=========================  ==================================  ================================
+:class:`Colwise`           x on all ranks; its gradient is     gathers rows of x, fused with the
+                           summed in backward                  matmul
+:class:`Rowwise`           sum over ranks, fused with the      scatters rows of the sum, fused
+                           matmul                              with the matmul
+:class:`SequenceParallel`  for modules that see own heads      for modules that see own rows or
+                                                               own heads
+=========================  ==================================  ================================
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn.replicated import replicate
+
+
+class Colwise(ParallelStyle):
+    """Shard the output features of an ``nn.Linear``, which becomes a
+    :class:`tileweave.nn.ColumnParallelLinear`.
+
+    Parameters
+    ----------
+    sequence_dim : int, optional
+        The dimension of x whose rows are sharded over ranks: they are gathered. None: x is the same
+        on every rank.
+
+    Raises
+    ------
+    InputError
+        The module is no plain ``nn.Linear``, or its output features are not a multiple of the world
+        size.
+    """
+
+    def __init__(self, *, sequence_dim: int | None = None) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        gather, dim = self.sequence_dim is not None, self.sequence_dim or 0
+        options = {"gather": gather, "dim": dim, "save_gathered": False}
+        source = self.src_data_rank
+        return ColumnParallelLinear.take_over(module, device_mesh, source, **options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+
+
+class Rowwise(ParallelStyle):
+    """Shard the input features of an ``nn.Linear``, which becomes a
+    :class:`tileweave.nn.RowParallelLinear`.
+
+    Parameters
+    ----------
+    sequence_dim : int, optional
+        The dimension of y whose rows are scattered over ranks. None: y is the same on every rank.
+
+    Raises
+    ------
+    InputError
+        The module is no plain ``nn.Linear``, or its input features are not a multiple of the world
+        size.
+    """
+
+    def __init__(self, *, sequence_dim: int | None = None) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        options = {"scatter": self.sequence_dim is not None, "dim": self.sequence_dim or 0}
+        source = self.src_data_rank
+        return RowParallelLinear.take_over(module, device_mesh, source, **options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+
+
+class SequenceParallel(ParallelStyle):
+    """Apply a module, such as a norm, to this rank's rows or heads. Its parameters are replicated,
+    and their gradients summed over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        source = self.src_data_rank
+        replicate(module, device_mesh, sums=True, source=source)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,281 @@
+"""tw.parallelize and its styles: models over two ranks against the whole model, in the all-reduce
+and the sequence-parallel form."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.calls import refusal, run_either
+from tests.support.tolerances import assert_near
+from tests.support.worlds import Member, World, Worlds
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+import tileweave as tw
+
+FORMS = pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
+
+
+@pytest.fixture
+def world(worlds: Worlds) -> World:
+    return worlds("gloo", 2)
+
+
+class Attention(nn.Module):
+    """As in transformers: shapes come from the input."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=True)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=True)
+        self.q_norm = nn.RMSNorm(head_dim)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            layer(hidden_states).view(shape).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = scaled_dot_product_attention(self.q_norm(q), k, v, enable_gqa=True, scale=scale)
+        return self.o_proj(y.transpose(1, 2).reshape(*shape[:-2], -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.LayerNorm(hidden)
+        self.self_attn, self.mlp = Attention(hidden, 4, 2, 4), MLP(hidden, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(hidden_states=self.norm1(x), scale=0.5)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    """A decoder of two layers, whose head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList(Layer(16) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    made = Model()
+    for parameter in made.parameters():  # norms start as ones
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def ids_of(seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(t: Any) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def compare(part: nn.Module, reference: nn.Module, call: Any = None) -> None:
+    """Results and gradients of both, on the same ids."""
+    y, want = (part if call is None else call)(ids_of()), reference(ids_of())
+    assert_near(y, want, 1e-4, 1e-5, "y")
+    for result in (y, want):
+        result.square().mean().backward()
+    gradients(part, reference)
+
+
+def gradients(part: nn.Module, reference: nn.Module) -> None:
+    wanted = dict(reference.named_parameters())
+    assert [name for name, _ in part.named_parameters()] == list(wanted)
+    for name, parameter in part.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.grad is not None and wanted[name].grad is not None, name
+        assert_near(whole(parameter.grad), wanted[name].grad, 1e-4, 1e-5, name)
+
+
+def over_ranks(me: Member, sequence: bool, compiled: bool) -> None:
+    part, reference = model(), model()
+    tw.parallelize(part, plan="auto", sequence_parallel=sequence)
+    assert part.head.weight is part.embed.weight
+    assert part.layers[0].mlp.up_proj.weight.to_local().shape == (12, 16)
+    call = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
+    compare(part, reference, call)
+    norms = [float(whole(nn.utils.clip_grad_norm_(m.parameters(), 0.1))) for m in (part, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    for m in (part, reference):
+        torch.optim.AdamW(m.parameters(), 0.01).step()
+        m.zero_grad()
+    compare(part, reference)
+    state = {name: whole(t) for name, t in part.state_dict().items()}
+    other = model()
+    other.load_state_dict(state)
+    part.load_state_dict(model().state_dict())
+    assert_near(part(ids_of()), model()(ids_of()), 1e-4, 1e-5, "loaded whole weights")
+
+
+@FORMS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_over_ranks(world: World, sequence: bool, compiled: bool) -> None:
+    run_either(world, False, over_ranks, sequence, compiled)
+
+
+@FORMS
+def test_a_model_over_ranks_with_fused_kernels(world: World, sequence: bool) -> None:
+    world.run(fused_kernels, sequence)
+
+
+def fused_kernels(me: Member, sequence: bool) -> None:
+    part = tw.parallelize(model(), plan="auto", sequence_parallel=sequence)
+    compare(part, model())
+
+
+def with_data_parallelism(me: Member, sequence: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    part, reference = model(), model()
+    tw.parallelize(part, mesh, sequence_parallel=sequence)  # the dimension named "tp"
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(part, mesh=mesh["dp"])
+    part(ids_of(mesh.get_local_rank("dp"))).square().mean().backward()
+    (sum(reference(ids_of(r)).square().mean() for r in range(2)) / 2).backward()
+    gradients(part, reference)
+
+
+@FORMS
+def test_fully_sharded_in_the_other_dimension(worlds: Worlds, sequence: bool) -> None:
+    run_either(worlds("gloo", 4), False, with_data_parallelism, sequence)
+
+
+# --- Plans ---
+
+
+def other_plans(me: Member) -> None:
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    hugging = model()
+    hugging._tp_plan, hugging.base_model_prefix = {"head": "colwise_gather_output"}, ""
+    hugging.config = SimpleNamespace(
+        base_model_tp_plan={
+            **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+            "layers.*.mlp.*_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+        }
+    )
+    compare(tw.parallelize(hugging, mesh), model())
+    plan = {"layers.*.mlp.*_proj": "colwise", "layers.*.mlp.down_proj": tw.parallel.Rowwise()}
+    compare(tw.parallelize(model(), mesh, plan), model())
+
+
+def test_plans_of_transformers_and_of_users(world: World) -> None:
+    run_either(world, False, other_plans)
+
+
+def styles_alone(me: Member) -> None:
+    """The styles in torch's own function, on own rows in dimension 0."""
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    torch.manual_seed(0)
+    part = Layer(16).mlp
+    part.norm = nn.LayerNorm(16)
+    torch.manual_seed(0)
+    reference = Layer(16).mlp
+    reference.norm = nn.LayerNorm(16)
+    column, row = tw.parallel.Colwise(sequence_dim=0), tw.parallel.Rowwise(sequence_dim=0)
+    plan = {"gate_proj": column, "up_proj": column, "down_proj": row}
+    parallelize_module(part, mesh, {**plan, "norm": tw.parallel.SequenceParallel()})
+    x = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(2))
+    y, want = part(part.norm(x.chunk(2)[me.rank])), reference(reference.norm(x))
+    assert_near(y, want.chunk(2)[me.rank], 1e-4, 1e-5, "y")
+    for result in (y, want):
+        result.square().sum().backward()
+    gradients(part, reference)
+
+
+def test_styles_in_parallelize_module(world: World) -> None:
+    run_either(world, False, styles_alone)
+
+
+class Quantised(nn.Linear):
+    """Its weight means something else."""
+
+
+class Cross(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x + 1))
+
+
+def refused(me: Member) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, me.world_size), mesh_dim_names=("a", "b"))
+    quantised, odd, heads = model(), model(), model()
+    quantised.layers[1].mlp.up_proj = Quantised(16, 24)
+    odd.layers[0].mlp.gate_proj = nn.Linear(16, 25)
+    heads.layers[0].self_attn.k_proj = nn.Linear(16, 4)
+    inside, cross = model(), model()
+    inside.layers[0].mlp.sub_norm = nn.LayerNorm(24)
+    cross.layers[0].mlp = Cross(16, 24)
+    before = [type(m) for m in quantised.modules()]
+    tw.parallelize(cross, sequence_parallel=True)
+    found = [
+        refusal(tw.parallelize, quantised),
+        refusal(tw.parallelize, odd),
+        refusal(tw.parallelize, heads),
+        refusal(tw.parallelize, inside),
+        refusal(tw.parallelize, model(), mesh),
+        refusal(tw.parallelize, model(), None, {"layers.*.mlp.gate": "colwise"}),
+        refusal(tw.parallelize, model(), None, {"layers.*.mlp.gate_proj": "diagonal"}),
+        refusal(tw.parallelize, model(), None, {"head": "colwise"}),
+        refusal(tw.parallelize, nn.Sequential(nn.Linear(4, 4))),
+        refusal(cross, ids_of()),
+    ]
+    assert [type(m) for m in quantised.modules()] == before, "changed before it was refused"
+    return found
+
+
+NAMED = (
+    "layers.1.mlp.up_proj, a Quantised",
+    "layers.0.mlp.gate_proj: out_features=25",
+    "layers.0.self_attn.k_proj: 4 features",
+    "layers.0.mlp.sub_norm",
+    "of 2 dimensions",
+    "'layers.*.mlp.gate'",
+    "layers.0.mlp.gate_proj: style 'diagonal'",
+    "head, whose weight",
+    'plan="auto" for Sequential',
+    "layers.0.mlp.up_proj of another tensor",
+)
+
+
+def test_plans_that_do_not_fit_name_the_module(world: World) -> None:
+    for errors in run_either(world, False, refused):
+        for error, named in zip(errors, NAMED, strict=True):
+            assert error.startswith("InputError: asked:") and named in error, (named, error)
