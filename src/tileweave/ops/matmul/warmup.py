@@ -35,7 +35,7 @@ def as_sizes(rows: Rows) -> list[int]:
 
 
 def operands_for_warmup(
-    rows: Rows, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
+    rows: Rows, cols: Any, depth: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [most rows, depth] and w [cols, depth] of zeros, on ``device`` or the current GPU."""
     most = max(as_sizes(rows))
@@ -160,9 +160,10 @@ def warmup_matmul(
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> Warmed:
-        several = isinstance(cols, Sequence)
-        x, whole = operands_for_warmup(rows, sum(cols) if several else cols, depth, dtype, device)
-        w = list(whole.split([*cols])) if several else whole
+        parts = [*cols] if isinstance(cols, (list, tuple)) else [cols]
+        total = sum(parts) if all(isinstance(n, int) for n in parts) else cols
+        x, whole = operands_for_warmup(rows, total, depth, dtype, device)
+        w = whole if parts[:1] == [cols] else list(whole.split(parts))
         return warm_up(
             rows,
             x,
