@@ -93,7 +93,6 @@ def _make_gather(
     return call.instance, call
 
 
-<<<<<<< HEAD
 def _make_exchange(
     workspace: Workspace, x: torch.Tensor, how: Exchange, config: MatmulConfig
 ) -> tuple[Instance, ExchangeLaunch]:
@@ -102,7 +101,8 @@ def _make_exchange(
     shape = x.shape[0], x.shape[1]
     call = exchange_launch(workspace, EXCHANGED, shape, x.dtype, how, config, True)
     return call.instance, call
-=======
+
+
 def _make_shards(
     workspace: Workspace, x: torch.Tensor
 ) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
@@ -111,7 +111,6 @@ def _make_shards(
 
     instance, call = gather_of(workspace, x)
     return instance, (multiply_shards, call)
->>>>>>> host
 
 
 def _make(
