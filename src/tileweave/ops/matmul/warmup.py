@@ -7,7 +7,8 @@ rows first, so that memory is reserved once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -121,18 +122,27 @@ def _compile(
 
 
 def call_for_warmup(
-    call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
+    call: Callable[..., Any],
+    x: torch.Tensor,
+    w: torch.Tensor | list[torch.Tensor],
+    backward: bool,
+    **options: object,
 ) -> None:
-    """Make one call with these operands; with ``backward`` also the backward of both, which has its
+    """Make one call with these operands; with ``backward`` also the backward of them, which has its
     own kernels."""
     if not backward:
         call(x, w, **options)
         return
     with torch.inference_mode(False), torch.enable_grad():
-        y = call(x.detach().requires_grad_(), w.detach().requires_grad_(), **options)
-        y = y[0] if isinstance(y, tuple) else y
-        assert isinstance(y, torch.Tensor), "operators return one tensor, or two"
-        y.sum().backward()
+        x = x.detach().requires_grad_()
+        if isinstance(w, list):
+            w = [each.detach().requires_grad_() for each in w]
+        else:
+            w = w.detach().requires_grad_()
+        y = call(x, w, **options)
+        if isinstance(y, tuple):  # with a second result
+            y = y[0]
+        torch.stack([each.sum() for each in (y if isinstance(y, list) else [y])]).sum().backward()
 
 
 def warmup_matmul(
@@ -142,7 +152,7 @@ def warmup_matmul(
 
     def warmup(
         rows: Rows,
-        cols: int,
+        cols: int | Sequence[int],
         depth: int,
         *,
         backward: bool = False,
@@ -150,7 +160,9 @@ def warmup_matmul(
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> Warmed:
-        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
+        several = isinstance(cols, Sequence)
+        x, whole = operands_for_warmup(rows, sum(cols) if several else cols, depth, dtype, device)
+        w = list(whole.split([*cols])) if several else whole
         return warm_up(
             rows,
             x,
