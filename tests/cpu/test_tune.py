@@ -9,9 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cpu.test_tuned_choices import cache_of
+from tests.support.calls import refusal
+from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
-from tileweave.launcher import Member, launch
+from tileweave.launcher import Member as Launched
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
@@ -27,8 +30,10 @@ from tileweave.planning.candidates import TUNABLE  # noqa: E402
 from tileweave.planning.problem import Problem  # noqa: E402
 from tileweave.planning.schedules.scatter import Exchange  # noqa: E402
 from tileweave.transport.workspace import REGISTRY  # noqa: E402
+from tileweave.tune import run  # noqa: E402
 from tileweave.tune.call import case_of, problem_of_call  # noqa: E402
 from tileweave.tune.measure import problem_of  # noqa: E402
+from tileweave.tune.shapes import of_sizes  # noqa: E402
 
 ON_CPU = ("--device", "cpu", "--world", "2", "--repeats", "1", "--dtype", "float32")
 
@@ -45,18 +50,22 @@ def tune(*words: str, code: int = 0) -> str:
     return done.output
 
 
-def plans_of_calls(me: Member) -> list[str]:
-    """Plans before and after calls of a new process, which are right."""
+def plans_of_calls(me: Member, folder: str) -> list[str]:
+    """Plans before and after calls of a process that has read no cache; results are right."""
     found, w = [], torch.ones(24, 32)
-    for rows in (8, 20, 9):
-        x = torch.ones(rows, 32)
-        found.append(tw.explain("matmul_all_reduce", x, w).summary)
-        assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((rows, 24), 64.0))
-        found.append(tw.explain("matmul_all_reduce", x, w).summary)
+    with cache_of(Path(folder)):
+        for rows in (8, 20, 9):
+            x = torch.ones(rows, 32)
+            found.append(tw.explain("matmul_all_reduce", x, w).summary)
+            assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((rows, 24), 64.0))
+            found.append(tw.explain("matmul_all_reduce", x, w).summary)
     return found
 
 
-def test_shapes_are_measured_kept_and_planned_by(tmp_path: Path, own_cache: Path) -> None:
+@pytest.mark.slow
+def test_shapes_are_measured_kept_and_planned_by(
+    worlds: Worlds, tmp_path: Path, own_cache: Path
+) -> None:
     found = tmp_path / "found.json"
     (tmp_path / "shapes").write_text("8 24 64\n20 24 64\n8 24 65  # the same after rounding\n")
     said = tune(
@@ -73,24 +82,35 @@ def test_shapes_are_measured_kept_and_planned_by(tmp_path: Path, own_cache: Path
     assert [one.problem.rows for one in measured] == [8, 20]
     assert all(None in one.us and len(one.us) >= 2 for one in measured)
     assert "matmul_all_reduce" in runner.invoke(app, ["tune", "--show"]).output
-    *tuned, _, untuned = launch(plans_of_calls, world_size=2, device_type="cpu", seconds=60)
-    assert len(tuned) == 4 and all(plan.endswith(": measured") for plan in tuned), tuned
-    assert "interpreted" in untuned
+    for *tuned, _, untuned in worlds("gloo", 2).run(plans_of_calls, str(own_cache)):
+        assert len(tuned) == 4 and all(plan.endswith(": measured") for plan in tuned), tuned
+        assert "interpreted" in untuned
 
 
-def test_tuning_ends_on_every_rank_where_results_cannot_be_kept(own_cache: Path) -> None:
+def tuned_without_a_place(me: Member, folder: str) -> str:
+    case = of_sizes("matmul_all_reduce", 8, 16, 32, "float32")
+    with cache_of(Path(folder)):
+        return refusal(run.tune, Launched(me.rank, me.world_size, me.device), run.Options((case,)))
+
+
+def test_tuning_ends_on_every_rank_where_results_cannot_be_kept(
+    worlds: Worlds, own_cache: Path
+) -> None:
     own_cache.mkdir()
-    sizes = ("--rows", "8", "--cols", "16", "--depth", "32")
     path = cache.path_of(key_of(torch.device("cpu"), 2))
     path.write_text("{}")
-    said = runner.invoke(app, ["tune", "matmul_all_reduce", *sizes, *ON_CPU])
-    assert said.exit_code != 0 and "tileweave tune --clear" in str(said.exception)
+    for said in worlds("gloo", 2).run(tuned_without_a_place, str(own_cache)):
+        assert str(path) in said and "tileweave tune --clear" in said
     assert path.read_text() == "{}"
 
 
-def warmed_up(me: Member) -> list[object]:
-    """Before, between and after two warm-ups with tuning, in the group of all and in a part."""
-    part = dist.new_group([0, 1])
+def warmed_up(me: Member, folder: str) -> list[object]:
+    with cache_of(Path(folder)):
+        return warm_up_twice(me.group(0, 1))
+
+
+def warm_up_twice(part: dist.ProcessGroup) -> list[object]:
+    """Warm-ups with tuning in two groups, of which one has a workspace before."""
     x, w = torch.ones(8, 32), torch.ones(24, 32)
     tw.matmul_all_reduce(x, w)  # a workspace that must stay
     found: list[object] = []
@@ -116,11 +136,11 @@ def warmed_up(me: Member) -> list[object]:
     return found
 
 
-def test_warmup_tunes_when_asked(own_cache: Path) -> None:
-    found = launch(warmed_up, world_size=2, device_type="cpu", seconds=110)
-    assert found[:4] == [[True, True], True, [True, True], [8, 20]]
-    assert found[4] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-    assert found[5] == "asked: warmup('embedding_bag_all_to_all', tune=True)"
+def test_warmup_tunes_when_asked(worlds: Worlds, own_cache: Path) -> None:
+    for found in worlds("gloo", 2).run(warmed_up, str(own_cache), timeout=110):
+        assert found[:4] == [[True, True], True, [True, True], [8, 20]]
+        assert found[4] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+        assert found[5] == "asked: warmup('embedding_bag_all_to_all', tune=True)"
 
 
 @pytest.mark.parametrize("op", TUNABLE)

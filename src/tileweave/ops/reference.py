@@ -23,12 +23,14 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
+
+LARGE_BYTES = 1 << 21  # of a copy for which other views save more device time than host time
 
 
 def all_gather_matmul(
@@ -51,6 +53,8 @@ def _multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ w.T + bias."""
+    if out is None:
+        return linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
@@ -165,7 +169,11 @@ def exchange_parts(
 def _permute(out: torch.Tensor, x: torch.Tensor) -> None:
     """out [a, b, c] = x [b, a, c], both contiguous, in pieces of 16 bytes where rows have them:
     torch copies what is not contiguous one element at a time."""
-    if out.shape[2] * out.itemsize % 16 == 0 and (out.data_ptr() | x.data_ptr()) % 16 == 0:
+    (rows, parts, cols), addresses = out.shape, out.data_ptr() | x.data_ptr()
+    row_bytes = cols * out.itemsize
+    # dimensions of one element may have any strides
+    large = rows > 1 and parts > 1 and rows * parts * row_bytes >= LARGE_BYTES
+    if large and (row_bytes | addresses) % 16 == 0:
         out, x = out.view(torch.complex128), x.view(torch.complex128)
     out.copy_(x.transpose(0, 1))
 

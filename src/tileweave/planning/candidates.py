@@ -61,8 +61,10 @@ _REDUCE = (
     _launch(128, 4),
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
-    *(replace(_uncut(_WIDE, 1), row_chunks=chunks) for chunks in (1, 2, 4, 8)),
-    *(replace(_uncut(_SQUARE, 1), row_chunks=chunks) for chunks in (1, 2)),
+    *(
+        replace(_uncut(_WIDE, slices), row_chunks=chunks)
+        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
+    ),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),

@@ -111,7 +111,8 @@ def enter_launch_order(device: torch.device) -> None:
     """Order the work queued next on the current stream after our last launch on ``device``, and our
     next launch after that work."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _LAUNCH_ORDERS.setdefault(index, LaunchOrder()).enter(current_handle(index))
+    order = _LAUNCH_ORDERS.get(index) or _LAUNCH_ORDERS.setdefault(index, LaunchOrder())
+    order.enter(current_handle(index))
 
 
 def leave_launch_order(device: torch.device) -> None:

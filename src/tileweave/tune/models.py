@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tileweave.bench.cases import Case
+from tileweave.bench.samples import samples_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -51,24 +52,16 @@ MODELS = {
 }
 
 
-def _split_columns(model: Model) -> dict[str, tuple[int, int]]:
-    layers = {"qkv": (model.qkv, model.hidden)}
-    return layers | ({"gate-up": (2 * model.ffn, model.hidden)} if model.ffn else {})
-
-
-def _split_depth(model: Model) -> dict[str, tuple[int, int]]:
-    layers = {"o": (model.hidden, model.attention)}
-    return layers | ({"down": (model.hidden, model.ffn)} if model.ffn else {})
-
-
-# Exchanges are those of sequence parallelism around attention, where weights are whole.
-_LAYERS = {
-    "all_gather_matmul": _split_columns,
-    "matmul_reduce_scatter": _split_depth,
-    "matmul_all_reduce": _split_depth,
-    "matmul_all_to_all": lambda model: {"qkv": (model.qkv, model.hidden)},
-    "all_to_all_matmul": lambda model: {"o": (model.hidden, model.attention)},
-}
+def _layers(op: str, model: Model) -> dict[str, tuple[int, int]]:
+    """(N, K) of the layers that ``op`` computes. Exchanges are around attention, with whole
+    weights."""
+    samples = samples_of(op)
+    if "cols" in samples.shared:
+        layers = {"qkv": (model.qkv, model.hidden), "gate-up": (2 * model.ffn, model.hidden)}
+    else:
+        layers = {"o": (model.hidden, model.attention), "down": (model.hidden, model.ffn)}
+    of_attention = bool(samples.subject.options) or not model.ffn
+    return dict([*layers.items()][:1]) if of_attention else layers
 
 
 def cases_of(op: str, name: str, rows: tuple[int, ...], dtype: str) -> list[Case]:
@@ -76,5 +69,5 @@ def cases_of(op: str, name: str, rows: tuple[int, ...], dtype: str) -> list[Case
     return [
         Case(op, f"{name}-{layer}-m{m}", m, n, k, m <= 1024, "large", dtype)
         for m in rows
-        for layer, (n, k) in _LAYERS[op](MODELS[name]).items()
+        for layer, (n, k) in _layers(op, MODELS[name]).items()
     ]

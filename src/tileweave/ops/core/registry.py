@@ -398,12 +398,17 @@ def log_fallback(op: str, plan: Plan) -> None:
         _LOG.info("%s runs unfused: %s", op, plan.reason)
 
 
-def log_copy(op: str, name: str) -> None:
-    """Log once that calls of an operator copy an argument because it is not contiguous."""
+def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
+    """``tensor``, or a contiguous copy of it. Logs once per operator and argument that calls copy
+    it."""
+    if tensor.is_contiguous():
+        return tensor
     key = (op, name)
-    if key not in _SAID:
+    # a compiler makes the copy part of its own kernels
+    if not torch.compiler.is_compiling() and key not in _SAID:
         _SAID.add(key)
         _LOG.info("%s copies %s in each call: it is not contiguous", op, name)
+    return tensor.contiguous()
 
 
 def debugging() -> bool:

@@ -95,6 +95,12 @@ def as_operands(
             "pass the largest n of any rank",
         )
     require(len(weights) > 0, "no weights", "one weight or more", "pass a weight")
+    require(
+        all(isinstance(each, torch.Tensor) for each in weights),
+        lambda: f"w of types {', '.join(type(each).__name__ for each in weights)}",
+        "tensors",
+        "pass a torch.Tensor for each weight",
+    )
     rows = as_rows(x, weights[0], OP)
     own = [] if bias is None else [x.new_empty(0) if b is None else b for b in biases]
     check_counts(weights, own, into, most)

@@ -21,10 +21,10 @@ from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
     Group,
     checksum_of,
+    contiguous,
     debugging,
     group_of,
     interpreting,
-    log_copy,
     machine_of,
     name_of,
     rank_and_size,
@@ -87,16 +87,6 @@ def sequence_first(
         )
         out = out.transpose(0, 1)
     return x.transpose(0, 1), out
-
-
-def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
-    """``tensor``, or a contiguous copy of it. Logs once per operator and argument that calls copy
-    it."""
-    if tensor.is_contiguous():
-        return tensor
-    if not torch.compiler.is_compiling():  # a compiler makes the copy part of its own kernels
-        log_copy(op, name)
-    return tensor.contiguous()
 
 
 def check_operands(

@@ -38,7 +38,14 @@ from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import (
+    Group,
+    contiguous,
+    group_of,
+    log_fallback,
+    name_of,
+    rank_and_size,
+)
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -47,7 +54,6 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
-    contiguous,
     out_as_rows,
     plan_for,
 )

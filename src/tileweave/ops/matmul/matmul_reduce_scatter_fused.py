@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
@@ -23,7 +24,10 @@ from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.protocol import MAX_SLICES
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
 
 OP = "matmul_reduce_scatter"
 
@@ -45,10 +49,10 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
-        from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
-
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-        multiply_then_reduce(workspace, OP, x, w, Added(bias), out, None, config, chosen.checksum)
+        instance, (call, added) = ready(
+            chosen, "library", group_name, _make_by_cublas, x, w, out.shape[0], config
+        )
+        call(instance, x, w, added(bias), out, None, chosen.checksum)
         return
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
     key = (*aligned, mirror is None, None if residual is None else residual.data_ptr() & 15 == 0)
@@ -66,6 +70,15 @@ def run_fused(
     slot = copy_slot(instance)
     kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+
+
+def _make_by_cublas(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, rows: int, config: MatmulConfig
+) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
+    from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
+
+    instance, call = multiply_then_reduce(workspace, x, w, OP, rows, config)
+    return instance, (call, Added)
 
 
 def _make(

@@ -8,9 +8,11 @@ x 14336 on two H100: 795 us in one chunk, 824 to 1086 us in two or four).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
@@ -31,44 +33,63 @@ class Added(NamedTuple):
     norm_eps: float = 0.0
 
 
+@dataclass(slots=True)
+class MultiplyThenReduce:
+    """Calls of one shape: the sum over ranks of x [M, k] @ w [N, k].T, plus bias, plus residual."""
+
+    reduce: Launcher
+    norm: Launcher
+
+    def __call__(
+        self,
+        instance: Instance,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        added: Added,
+        out: torch.Tensor,
+        residual_out: torch.Tensor | None = None,
+        checksum: int = 0,
+    ) -> None:
+        """Store the sum in ``out``: [M, N], or this rank's rows [M / R, N] of it. With
+        ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum."""
+        partial = linear(x, w)  # takes 2 us less than torch.mm(x, w.t())
+        sums = out if residual_out is None else residual_out
+        instance.begin(checksum)
+        try:
+            self.reduce(partial, sums, added.bias, added.residual)
+        finally:
+            instance.launched()
+        if added.norm_weight is not None:
+            self.norm(sums, added.norm_weight, added.norm_eps, out)
+
+
 def multiply_then_reduce(
     workspace: Workspace,
-    op: str,
     x: torch.Tensor,
     w: torch.Tensor,
-    added: Added,
-    out: torch.Tensor,
-    residual_out: torch.Tensor | None,
+    op: str,
+    own_rows: int,
     config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """The sum over ranks of x [M, k] @ w [N, k].T, plus bias, plus residual.
-
-    out : [M, N], or this rank's rows [M / R, N] of it. With ``added.norm_weight`` it gets the norm
-        of the sum, and ``residual_out`` the sum.
-    """
-    sums = out if residual_out is None else residual_out
-    partial = torch.mm(x, w.t())
+) -> tuple[Instance, MultiplyThenReduce]:
+    """Make the calls of ``op`` for x [M, k] and w [N, k], whose result has ``own_rows`` rows."""
     instance = workspace.instance(op, INSTANCE)
-    key = (partial.shape, x.dtype, out.shape[0], config)
-    made: Any = instance.cache.get(key)
+    shape = (x.shape[0], w.shape[0])
+    key = (shape, x.dtype, own_rows, config)
+    made = instance.cache.get(key)
     if made is None:
-        made = _launchers(instance, partial, out.shape[0], config)
+        made = MultiplyThenReduce(*_launchers(instance, shape, x.dtype, own_rows, config))
         instance.keep(key, made)
-    reduce, norm = made
-    instance.begin(checksum)
-    try:
-        reduce(partial, sums, added.bias, added.residual)
-    finally:
-        instance.launched()
-    if added.norm_weight is not None:
-        norm(sums, added.norm_weight, added.norm_eps, out)
+    return instance, made  # type: ignore[return-value]
 
 
 def _launchers(
-    instance: Instance, partial: torch.Tensor, own_rows: int, config: MatmulConfig
+    instance: Instance,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    own_rows: int,
+    config: MatmulConfig,
 ) -> tuple[Launcher, Launcher]:
-    transport, (rows, cols) = instance.transport, partial.shape
+    transport, (rows, cols) = instance.transport, shape
     size, everywhere, one_shot = transport.world_size, own_rows == rows, config.shots == 1
     require(
         everywhere or not one_shot,
@@ -84,9 +105,9 @@ def _launchers(
         shards = Shards.of_columns(rows, cols, size)
     gather = everywhere and not one_shot
     elements = slot_elements(shards, size, True, gather, one_shot)
-    instance.reserve(elements * partial.element_size())
+    instance.reserve(elements * dtype.itemsize)
     reduce = launcher(
-        endpoint(instance, partial.dtype),
+        endpoint(instance, dtype),
         size,
         transport.rank,
         shards,
