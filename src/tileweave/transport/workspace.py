@@ -239,10 +239,20 @@ class Instance:
 
     @torch.inference_mode(False)
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself."""
-        if self._scratch is None or self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
-        return self._scratch[:nbytes]
+        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself.
+
+        What it replaces is kept, because graphs of copies have its address; it doubles, so that is
+        at most as much again.
+        """
+        found = self._scratch
+        if found is None or found.numel() < nbytes:
+            made = nbytes
+            if found is not None:
+                self._held.append(found)
+                made = max(made, 2 * found.numel())
+            found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
+            self._scratch = found
+        return found[:nbytes]
 
     def keep(self, key: object, value: object) -> None:
         """Put ``value`` into the cache. The cache is emptied first if it is full."""

@@ -59,15 +59,20 @@ def run_fused(
     instance, (call, launch) = ready(
         chosen, key, group_name, _make, x, w, out, config, mirror, residual
     )
-    staging = None if config.transport == "sm" else x.new_empty(call.staging_elements)
     capturing = instance.begin(chosen.checksum)
-    if staging is None:
+    if config.transport == "sm":
         try:
             launch(x, w, bias, out, None, 0)
         finally:
             instance.launched()
         return
     slot = copy_slot(instance)
+    if capturing:
+        staging = x.new_empty(call.staging_elements)
+    else:
+        # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
+        # next launch on this device comes after the copies.
+        staging = instance.scratch(call.staging_elements * x.element_size()).view(x.dtype)
     kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
