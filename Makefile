@@ -47,7 +47,7 @@ INTEGRATIONS := $(VENV)-integrations
 test-integrations: ## run the tests of tileweave.integrations against the real frameworks, in an environment of their own
 	@test -e $(INTEGRATIONS)/.installed || $(MAKE) venv VENV=$(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-integrations.txt
-	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
 	$(INTEGRATIONS)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU

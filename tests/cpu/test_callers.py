@@ -449,6 +449,8 @@ def warmed(me: Member) -> None:
             made.clear()
     plans = tw.warmup(AR, range(1, 4), 6, 8, norm=True, backward=True, **options)
     assert list(plans) == [1, 2, 3]
+    plans = tw.warmup(AG, [3, 2], [4, 6], 8, backward=True, **options)
+    assert "weight 1 of 2" in plans[3].reason
     assert isinstance(tw.warmup(AR, 2, 6, 8, **options), Plan)
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((4, 6), 8.0 * size))

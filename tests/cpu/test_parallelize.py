@@ -73,12 +73,12 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder of two layers, whose head has the weight of the embedding."""
+    """A decoder, whose head has the weight of the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 16)
-        self.layers = nn.ModuleList(Layer(16) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(16) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 11, bias=False)
         self.head.weight = self.embed.weight
 
@@ -89,9 +89,9 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def model() -> Model:
+def model(layers: int = 2) -> Model:
     torch.manual_seed(0)
-    made = Model()
+    made = Model(layers)
     for parameter in made.parameters():  # norms start as ones
         nn.init.normal_(parameter, std=0.3)
     return made
@@ -123,13 +123,12 @@ def gradients(part: nn.Module, reference: nn.Module) -> None:
         assert_near(whole(parameter.grad), wanted[name].grad, 1e-4, 1e-5, name)
 
 
-def over_ranks(me: Member, sequence: bool, compiled: bool) -> None:
+def over_ranks(me: Member, sequence: bool) -> None:
     part, reference = model(), model()
     tw.parallelize(part, plan="auto", sequence_parallel=sequence)
     assert part.head.weight is part.embed.weight
     assert part.layers[0].mlp.up_proj.weight.to_local().shape == (12, 16)
-    call = torch.compile(part, backend="aot_eager", fullgraph=True) if compiled else part
-    compare(part, reference, call)
+    compare(part, reference)
     norms = [float(whole(nn.utils.clip_grad_norm_(m.parameters(), 0.1))) for m in (part, reference)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     for m in (part, reference):
@@ -144,9 +143,18 @@ def over_ranks(me: Member, sequence: bool, compiled: bool) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_model_over_ranks(world: World, sequence: bool, compiled: bool) -> None:
-    run_either(world, False, over_ranks, sequence, compiled)
+def test_a_model_over_ranks(world: World, sequence: bool) -> None:
+    run_either(world, False, over_ranks, sequence)
+
+
+def compiled(me: Member, sequence: bool) -> None:
+    part = tw.parallelize(model(1), sequence_parallel=sequence)
+    compare(part, model(1), torch.compile(part, backend="aot_eager", fullgraph=True))
+
+
+@FORMS
+def test_a_compiled_model_is_one_graph(world: World, sequence: bool) -> None:
+    run_either(world, False, compiled, sequence)
 
 
 @FORMS

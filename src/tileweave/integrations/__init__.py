@@ -7,6 +7,7 @@ module              the line
 ``transformers``    ``tileweave.integrations.transformers.enable()``
 ``torchtitan``      ``--override.imports tileweave.integrations.torchtitan.dist_gemm``
 ``megatron``        ``tileweave.integrations.megatron.get_gpt_layer_spec()``
+``torchrec``        ``sharders=[tileweave.integrations.torchrec.Sharder()]``
 ``vllm``            ``TILEWEAVE_VLLM=1 vllm serve ...``
 ``sglang``          ``TILEWEAVE_SGLANG=1 python -m sglang.launch_server ...``
 ==================  ==================================================================

@@ -73,29 +73,6 @@ def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
     nn.init.uniform_(shard, -bound, bound, generator)
 
 
-def gather_and_multiply(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    dim: int,
-    group_name: str,
-    keep: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """``gather(x) @ w.T + bias`` for each weight, with x gathered once along ``dim``; and gather(x)
-    if ``keep``."""
-    shared = keep or len(weights) > 1
-    rows = x.transpose(0, dim).contiguous()
-    found = all_gather_matmul(rows, weights[0], biases[0], group=group_name, return_gathered=shared)
-    first, gathered = found if isinstance(found, tuple) else (found, None)
-    ys = [first]
-    if gathered is not None:
-        ys += [multiply(gathered, w, b) for w, b in zip(weights[1:], biases[1:], strict=True)]
-    return (
-        [y.transpose(0, dim) for y in ys],
-        None if gathered is None else gathered.transpose(0, dim),
-    )
-
-
 class ParallelLinear(ShardedModule, nn.Linear):
     """The common part of both layers."""
 
@@ -166,7 +143,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
         except InputError:
             layer.__class__ = nn.Linear
             raise
-        mesh = mesh_of(group, linear.weight.device)
+        mesh = mesh_of(group, layer.weight.device)
         for name, placement in zip(("weight", "bias"), layer._placements(), strict=True):
             whole = getattr(linear, name)
             if whole is not None:
@@ -226,8 +203,8 @@ class ColumnParallelLinear(ParallelLinear):
         (``tileweave.copy_to_group``).
 
     dim : int
-        with ``gather``, the dimension of x along which rows are gathered. Any other than 0 costs a
-        copy of x, unless x has size 1 in dimension 0.
+        with ``gather``, the dimension of x along which rows are gathered: 0, or 1 for [B, S, H]
+        (``gather_dim`` of ``tileweave.all_gather_matmul``).
 
     save_gathered : bool
         keep gather(x) for backward, which takes R times the memory of x, instead of gathering it
@@ -276,10 +253,10 @@ class ColumnParallelLinear(ParallelLinear):
         if not self.gather:
             return multiply(copy_to_group(x, self.group_name), w, bias)
         keep = self.save_gathered and torch.is_grad_enabled()
-        if self.dim == 0:
-            y = all_gather_matmul(x, w, bias, group=self.group_name, return_gathered=keep)
-            return y[0] if isinstance(y, tuple) else y
-        return gather_and_multiply(x, [w], [bias], self.dim, self.group_name, keep)[0][0]
+        y = all_gather_matmul(
+            x, w, bias, group=self.group_name, return_gathered=keep, gather_dim=self.dim
+        )
+        return y[0] if keep else y
 
     def extra_repr(self) -> str:
         return (
@@ -324,8 +301,8 @@ class RowParallelLinear(ParallelLinear):
         rank. The layer before it is a ``ColumnParallelLinear(gather=False)``.
 
     dim : int
-        with ``scatter``, the dimension of y along which rows are scattered. Any other than 0 costs
-        a copy of x, unless x has size 1 in dimension 0.
+        with ``scatter``, the dimension of y along which rows are scattered: 0, or 1 for [B, S, H]
+        (``scatter_dim`` of ``tileweave.matmul_reduce_scatter``).
 
     Raises
     ------
@@ -363,10 +340,7 @@ class RowParallelLinear(ParallelLinear):
             y = matmul_all_reduce(x, w, bias, group=self.group_name)
             assert isinstance(y, torch.Tensor), "without a norm there is one result"
             return y
-        if self.dim == 0:
-            return matmul_reduce_scatter(x, w, bias, group=self.group_name)
-        rows = x.transpose(0, self.dim).contiguous()
-        return matmul_reduce_scatter(rows, w, bias, group=self.group_name).transpose(0, self.dim)
+        return matmul_reduce_scatter(x, w, bias, group=self.group_name, scatter_dim=self.dim)
 
     def extra_repr(self) -> str:
         return (

@@ -57,13 +57,13 @@ def replicate(
 
 
 @cache
-def _class_of(cls: type, names: tuple[str, ...]) -> type:
+def _class_of(cls: Any, names: tuple[str, ...]) -> type:
     """The subclass of ``cls`` whose parameters of these names are plain tensors in forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, self._in_forward = self._in_forward, True
         try:
-            return cls.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return cls.forward(self, *args, **kwargs)
         finally:
             self._in_forward = before
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
@@ -53,6 +53,8 @@ def _multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ w.T + bias."""
+    if out is None:
+        return linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 

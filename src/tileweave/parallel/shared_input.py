@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tileweave.errors import InputError, require
-from tileweave.nn.linear import ColumnParallelLinear, gather_and_multiply, under_autocast
+from tileweave.nn.linear import ColumnParallelLinear, under_autocast
 from tileweave.nn.shards import local
 from tileweave.ops.core.replicated import copy_to_group
+from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 
 INPUTS = ("hidden_states", "x", "input", "inputs")
 
@@ -64,11 +65,14 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
         ys: list[Any] = [None] * len(layers)
         if first.gather:
             cast = under_autocast(x, *(part for layer in layers for part in layer._parts()))
-            ys, gathered = gather_and_multiply(
-                cast[0], list(cast[1::2]), list(cast[2::2]), first.dim, first.group_name, keep=True
+            ys, x = all_gather_matmul(
+                cast[0],
+                list(cast[1::2]),
+                list(cast[2::2]),
+                group=first.group_name,
+                return_gathered=True,
+                gather_dim=first.dim,
             )
-            assert gathered is not None, "kept"
-            x = gathered
         else:
             x = copy_to_group(x, first.group_name)
         for layer, y in zip(layers, ys, strict=True):

@@ -77,8 +77,8 @@ def parallelize(
         False: activations between layers are the same on every rank, and each row-parallel layer
         ends in an all-reduce. True: between layers each rank has its rows; they are gathered for
         attention and MLP, and scattered after them, fused with the matmuls. The first block of a
-        ``ModuleList`` (or ``ModuleDict``, ``Sequential``) takes this rank's rows of its input, the
-        output of the last one is gathered. Without such a list the model takes and returns this
+        list (``ModuleList``, ``ModuleDict``, ``Sequential``) takes this rank's rows of its input,
+        the output of the last one is gathered. Without such a list the model takes and returns this
         rank's rows.
 
     sequence_dim : int

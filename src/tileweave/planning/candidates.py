@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.chunks import fits_chunks
 
 
 def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
@@ -60,8 +61,10 @@ _REDUCE = (
     _launch(128, 4),
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
-    *(replace(_uncut(_WIDE, 1), row_chunks=chunks) for chunks in (1, 2, 4, 8)),
-    *(replace(_uncut(_SQUARE, 1), row_chunks=chunks) for chunks in (1, 2)),
+    *(
+        replace(_uncut(_WIDE, slices), row_chunks=chunks)
+        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
+    ),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -146,7 +149,7 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"
-        if in_chunks and (p.rows % p.world_size or not c.fits_rows(p.rows // p.world_size)):
+        if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
             return False
         if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
             return False

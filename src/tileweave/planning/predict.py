@@ -67,6 +67,14 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     return _fused(op, p, w, c, costs, link_rate)
 
 
+def host_seconds(c: MatmulConfig | None, world_size: int) -> float:
+    """Host time of an eager call, where it is longer than that of the unfused path: no such call is
+    faster. Each shard of cuBLAS takes two launches, each chunk of an all-reduce three."""
+    if c is None or c.transport == "sm":
+        return 0.0
+    return 80e-6 * max(c.row_chunks, world_size if c.kernel == "library" else 0)
+
+
 def _cublas(m: int, n: int, k: int, p: Problem, costs: Costs) -> float:
     """Rows that are no multiple of 16 bytes take 2 to 3 times as long (decision 0017)."""
     aligned = n * p.itemsize % 16 == 0 and k * p.itemsize % 16 == 0

@@ -28,6 +28,11 @@ call n+1, so it has ended its pulls of call n. My call n+2, which writes the slo
 later. Once the instance was captured in a CUDA graph, its calls all use slot 0; each begins with an
 ``all_reduced_kernel`` of its own, after which every rank has ended the call before.
 
+Rows that two chunks have (the last one may begin a few rows early, so that each rank reduces as
+many) are those of the last chunk on every rank: other ranks' copies of the chunk before leave them
+out, and on the rank that reduced them there the pull of the last chunk comes later on its stream.
+So all ranks have the same bits.
+
 A rank that gave a call up may go on without this one, and overwrite what this one still pulls. So
 after the pulls, the end of a call looks whether a peer is further than it can be: at most in its
 next call, and waiting there for the signal of this rank. That counts as a time-out.

@@ -57,6 +57,8 @@ def _on_shards(
     if not found:  # fake tensors and other subclasses
         return call(**given)
     mesh, group = found[0].device_mesh, given.get("group")
+    places = {**places, "x": given.get("gather_dim", places["x"])}
+    result = given.get("scatter_dim", result)
     if group is None and mesh.ndim == 1:
         group = mesh.get_group()
     name = given["group"] = name_of(group)

@@ -185,8 +185,9 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
 
         all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce:
             ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]; rows is a number, or
-            several (a range, a list). matmul_all_reduce also takes ``norm=True``, for calls with
-            ``norm_weight``, which have another kernel.
+            several (a range, a list). For several weights of all_gather_matmul cols is a list.
+            matmul_all_reduce also takes ``norm=True``, for calls with ``norm_weight``, which have
+            another kernel.
         matmul_all_to_all, all_to_all_matmul:
             the same, with ``scatter_dim=`` and ``gather_dim=``.
         dispatch_grouped_matmul:

@@ -361,7 +361,7 @@ SPEC = OperatorSpec(
     forward=_forward,
     fake=_fake,
     explain=explain,
-    warmup=warmup_matmul(all_gather_matmul, explain_one),
+    warmup=warmup_matmul(all_gather_matmul, explain),
     backward=BackwardOperator(
         arguments="Tensor grad, Tensor? grad_gathered, Tensor x, Tensor w, Tensor? gathered,"
         " str group_name",

@@ -16,17 +16,19 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import Copies, Copy, Transport
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
+    from tileweave.ops.matmul.concurrent_gather import GatherCall
     from tileweave.ops.matmul.cublas import GatherThenMultiply
+    from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
 
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
@@ -51,23 +53,20 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     library = config.kernel == "library"
-    if library and how is None and config.transport == "sm":
+    if library and how is not None:
+        _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
+        return launch.then_multiply(x, w, bias, out, gathered, chosen.checksum)
+    if library and config.transport == "sm":
         _, call = ready(chosen, "library", group_name, _make_gather, x, config)
         return call(x, w, bias, out, gathered, chosen.checksum)
     if out is None:
-        out = x.new_empty(chosen.world_size * x.shape[0], w.shape[0])
-    if library and how is not None:
-        from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
-
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-        exchange_then_multiply(
-            workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
-        )
-        return out
+        rows = chosen.world_size * x.shape[0]
+        if how is not None:
+            rows, _ = how.result(x.shape[0], x.shape[1], chosen.world_size)
+        out = x.new_empty(rows, w.shape[0])
     if library:
-        from tileweave.ops.matmul.cublas import multiply_shards
-
-        multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
+        instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, x)
+        multiply(x, w, bias, out, gathered, instance, call, chosen.checksum)
         return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
@@ -92,6 +91,26 @@ def _make_gather(
 
     call = gather_then_multiply(workspace, OP, x, config)
     return call.instance, call
+
+
+def _make_exchange(
+    workspace: Workspace, x: torch.Tensor, how: Exchange, config: MatmulConfig
+) -> tuple[Instance, ExchangeLaunch]:
+    from tileweave.ops.matmul.exchange_launch import exchange_launch
+
+    shape = x.shape[0], x.shape[1]
+    call = exchange_launch(workspace, EXCHANGED, shape, x.dtype, how, config, True)
+    return call.instance, call
+
+
+def _make_shards(
+    workspace: Workspace, x: torch.Tensor
+) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
+    from tileweave.ops.matmul.concurrent_gather import gather_of
+    from tileweave.ops.matmul.cublas import multiply_shards
+
+    instance, call = gather_of(workspace, x)
+    return instance, (multiply_shards, call)
 
 
 def _make(

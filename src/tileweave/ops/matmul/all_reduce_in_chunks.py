@@ -20,7 +20,7 @@ from tileweave.ops.matmul.inputs import Accepted
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import run_fused as reduce_scatter
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.schedules.chunks import chunks_of
+from tileweave.planning.schedules.chunks import chunks_of, fits_chunks
 from tileweave.planning.schedules.gather import push_order
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import CALL, Instance, Workspace
@@ -34,7 +34,7 @@ class _Chunk(NamedTuple):
     """A chunk of rows.
 
     begin, end : rows of x and of the result.
-    own : the first of this rank's rows of the result.
+    own, rows : this rank's rows of the result.
     mirrors : where the own rows are a second time, by slot.
     pulls : the rows of the peers, by slot.
     chosen : the plan of its reduce-scatter.
@@ -43,6 +43,7 @@ class _Chunk(NamedTuple):
     begin: int
     end: int
     own: int
+    rows: int
     mirrors: tuple[torch.Tensor, ...]
     pulls: tuple[Copies, ...]
     chosen: Accepted
@@ -69,7 +70,7 @@ def reduce_in_chunks(
 ) -> None:
     """The sum over ranks of x [M, k] @ w [N, k].T, plus bias, plus residual.
 
-    M : a multiple of the number of ranks, at least ``tile_m`` rows for each.
+    M : such that ``planning.schedules.chunks.fits_chunks``.
 
     out : [M, N]. With ``added.norm_weight`` it gets the norm of the sum, and ``residual_out`` the
         sum.
@@ -88,12 +89,11 @@ def reduce_in_chunks(
         if instance.captured:
             call.launches.all_reduced()
         for chunk in call.chunks:
-            rows = (chunk.end - chunk.begin) // transport.world_size
             reduce_scatter(
                 x.narrow(0, chunk.begin, chunk.end - chunk.begin),
                 w,
                 added.bias,
-                sums.narrow(0, chunk.own, rows),
+                sums.narrow(0, chunk.own, chunk.rows),
                 group_name,
                 chunk.chosen,
                 chunk.mirrors[slot],
@@ -121,38 +121,39 @@ def _make(
     transport, rows, itemsize = workspace.transport, x.shape[0], x.element_size()
     size, rank = transport.world_size, transport.rank
     require(
-        rows % size == 0 and rows // size >= config.tile_m,
+        fits_chunks(rows, size, config.tile_m),
         f"an all-reduce of {rows} rows on {size} ranks in chunks, tiles of {config.tile_m}",
-        f"a multiple of {size}, at least {size * config.tile_m}",
+        f"{size * config.tile_m} rows, {2 * size * config.tile_m} if no multiple of {size}",
         "plan cuBLAS and one launch",
     )
-    instance.reserve(rows // size * cols * itemsize)
-    counted = [slot * instance.slot_bytes for slot in (0, 1)]
+    bounds = chunks_of(rows, config.row_chunks, size, config.tile_m)
+    row_bytes = cols * itemsize
+    instance.reserve(sum(end - begin for begin, end in bounds) // size * row_bytes)
+    slots = [slot * instance.slot_bytes for slot in (0, 1)]
     launches = row_launches(
         endpoint(instance, x.dtype), size, rank, rows * cols, transport.machine.num_sms
     )
     of_chunk = replace(config, row_chunks=1)
-    chunks = []
-    for begin, end in chunks_of(rows, config.row_chunks, size, config.tile_m):
+    chunks, at = [], 0  # where the own rows of a chunk are in a slot, which has those of all
+    for (begin, end), (limit, _) in zip(bounds, [*bounds[1:], (rows, rows)], strict=True):
         mine = (end - begin) // size
-        # a slot has the own rows of all chunks
-        at, nbytes = begin // size * cols * itemsize, mine * cols * itemsize
+        nbytes = mine * row_bytes
         mirrors = tuple(
             instance.slots[slot + at : slot + at + nbytes].view(x.dtype).view(mine, cols)
-            for slot in counted
+            for slot in slots
         )
+
+        def pull(peer: int, slot: int, first: int, most: int, at: int = at) -> Copy:
+            """Of the rows of ``peer``, which begin at ``first``, those that no later chunk has."""
+            source = instance.slot_addresses[peer] + slot + at
+            return Copy(0, source, most * row_bytes, first * row_bytes)
+
+        firsts = [(peer, begin + peer * mine) for peer in push_order(rank, size)]
         pulls = tuple(
-            Copies(
-                Copy(
-                    0,
-                    instance.slot_addresses[peer] + slot + at,
-                    nbytes,
-                    (begin + peer * mine) * cols * itemsize,
-                )
-                for peer in push_order(rank, size)
-            )
-            for slot in counted
+            Copies(pull(peer, slot, first, min(mine, limit - first)) for peer, first in firsts)
+            for slot in slots
         )
         chosen = Accepted("fused", "a chunk of an all-reduce", of_chunk, workspace=workspace)
-        chunks.append(_Chunk(begin, end, begin + rank * mine, mirrors, pulls, chosen))
+        chunks.append(_Chunk(begin, end, begin + rank * mine, mine, mirrors, pulls, chosen))
+        at += nbytes
     return _Call(tuple(chunks), launches, norm_launcher(rows, cols))

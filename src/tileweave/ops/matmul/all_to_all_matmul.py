@@ -223,11 +223,10 @@ def _forward(
         )
         exchanged = exchanged.clone() if exchanged is x else exchanged
         return y, exchanged if keep else None
-    rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
-    kept = x.new_empty(rows, depth) if keep else None
-    run_fused(x, w, bias, y, kept, group_name, chosen, how=how)
-    return y, kept
+    kept = None
+    if keep:
+        kept = x.new_empty(how.result(x.shape[0], x.shape[1], chosen.world_size))
+    return run_fused(x, w, bias, out, kept, group_name, chosen, how=how), kept
 
 
 def _fake(

@@ -8,6 +8,7 @@ rows first, so that memory is reserved once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -20,15 +21,14 @@ Rows = int | Iterable[int]
 Warmed = Plan | dict[int, Plan]
 
 
-def as_sizes(rows: Rows) -> list[int]:
-    """The numbers of rows to warm up, in the order given; raises :class:`InputError`."""
-    sizes = [rows] if isinstance(rows, int) or not isinstance(rows, Iterable) else [*rows]
-    whole = bool(sizes) and all(isinstance(n, int) and n >= 0 for n in sizes)
+def as_sizes(given: Rows, name: str = "rows") -> list[int]:
+    """The sizes that argument ``name`` has, in the order given; raises :class:`InputError`."""
+    sizes = [*given] if isinstance(given, Iterable) else [given]
     require(
-        whole,
-        f"warmup with rows={rows!r}",
+        bool(sizes) and all(isinstance(n, int) and n >= 0 for n in sizes),
+        f"warmup with {name}={given!r}",
         "a whole number, or several",
-        "pass rows of later calls",
+        "pass the sizes of later calls",
     )
     return sizes
 
@@ -121,18 +121,27 @@ def _compile(
 
 
 def call_for_warmup(
-    call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
+    call: Callable[..., Any],
+    x: torch.Tensor,
+    w: torch.Tensor | list[torch.Tensor],
+    backward: bool,
+    **options: object,
 ) -> None:
-    """Make one call with these operands; with ``backward`` also the backward of both, which has its
+    """Make one call with these operands; with ``backward`` also the backward of them, which has its
     own kernels."""
     if not backward:
         call(x, w, **options)
         return
     with torch.inference_mode(False), torch.enable_grad():
-        y = call(x.detach().requires_grad_(), w.detach().requires_grad_(), **options)
-        y = y[0] if isinstance(y, tuple) else y
-        assert isinstance(y, torch.Tensor), "operators return one tensor, or two"
-        y.sum().backward()
+        x = x.detach().requires_grad_()
+        if isinstance(w, list):
+            w = [each.detach().requires_grad_() for each in w]
+        else:
+            w = w.detach().requires_grad_()
+        y = call(x, w, **options)
+        if isinstance(y, tuple):  # with a second result
+            y = y[0]
+        torch.stack([each.sum() for each in (y if isinstance(y, list) else [y])]).sum().backward()
 
 
 def warmup_matmul(
@@ -142,7 +151,7 @@ def warmup_matmul(
 
     def warmup(
         rows: Rows,
-        cols: int,
+        cols: Rows,
         depth: int,
         *,
         backward: bool = False,
@@ -150,7 +159,9 @@ def warmup_matmul(
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> Warmed:
-        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
+        parts = as_sizes(cols, "cols")
+        x, whole = operands_for_warmup(rows, sum(parts), depth, dtype, device)
+        w = whole if isinstance(cols, int) else list(whole.split(parts))
         return warm_up(
             rows,
             x,
