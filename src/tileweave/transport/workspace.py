@@ -476,6 +476,23 @@ class Registry:
             else:
                 self._workspaces[key] = before
 
+    @contextmanager
+    def set_aside(self, group_name: str) -> Iterator[None]:
+        """Inside, the group has no workspace: calls make another one, which is closed at the end.
+        Then it has its own again, with the memory that graphs read and write."""
+        kept = {key: one for key, one in self._workspaces.items() if key[0] == group_name}
+        broken = {key: calls for key, calls in self._broken.items() if key[0] == group_name}
+        for key in kept:
+            del self._workspaces[key]
+        try:
+            yield
+        finally:
+            self.close(group_name)
+            for workspace in kept.values():
+                workspace.accepted.clear()  # plans may have changed
+            self._workspaces.update(kept)
+            self._broken.update(broken)
+
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
     ) -> None:
