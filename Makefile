@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz lint bench clean
+.PHONY: help venv demo test test-fast test-integrations fuzz lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,7 +39,16 @@ test-fast: venv ## run the tests of the edit loop: no simulator, each operator i
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m fast tests/pure tests/cpu tests/explore
 
 # Tests start many processes: without bytecode each compiles the package again.
-test test-fast: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-integrations: export PYTHONDONTWRITEBYTECODE :=
+
+# Frameworks have many dependencies of their own, so they have an environment of their own.
+INTEGRATIONS := $(VENV)-integrations
+
+test-integrations: ## run the tests of tileweave.integrations against the real frameworks, in an environment of their own
+	@test -e $(INTEGRATIONS)/.installed || $(MAKE) venv VENV=$(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
+	$(INTEGRATIONS)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)
@@ -54,5 +63,5 @@ bench: venv ## time every operator against its unfused path, up to 15 minutes ea
 	echo "$$op"; $(BIN)/tileweave bench $$op || exit 1; done
 
 clean: ## remove the default environment, build outputs and caches
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -81,7 +81,7 @@ class Options:
 
 
 def build(config: transformers.PretrainedConfig, me: Member, tileweave: bool) -> torch.nn.Module:
-    """The model, with the same random weights whoever computes, sharded over the ranks."""
+    """The model, sharded over the ranks; both variants have the same random weights."""
     sparse, size = hasattr(config, "num_experts"), me.world_size
     named = adapter.EPImplementationInterface is not None  # transformers 5.21 and newer
     options = {"tp_size": size, "tp_plan": "auto"}
@@ -132,19 +132,18 @@ def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
-def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> list[str]:
+def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> None:
     models = {name: build(config, me, name == "tileweave") for name in ("stock", "tileweave")}
     cases = {
         f"prefill {n}": (n, {k: prefill(model, n) for k, model in models.items()})
         for n in ((64,) if options.tiny else PREFILL)
     }
     cases[f"decode {DECODE}"] = (DECODE, {k: decode(model) for k, model in models.items()})
-    lines = []
     for case, (tokens, functions) in cases.items():
         stock, ours = (function().float() for function in functions.values())
         apart = float((ours - stock).abs().max() / stock.abs().max())
         right = "" if apart <= APART[models["stock"].dtype] else "  WRONG"
-        lines.append(f"{config.model_type} {case}: logits {apart:.1e} apart{right}")
+        say(me, f"{config.model_type} {case}: logits {apart:.1e} apart{right}")
         for graph in (False, True) if me.on_gpu else (False,):
             times = measure(
                 functions,
@@ -155,8 +154,12 @@ def compare(config: transformers.PretrainedConfig, me: Member, options: Options)
                 graph=graph,
                 on_capture_failure="nan",
             )
-            lines.append(row(config, case, "graph" if graph else "eager", times))
-    return lines
+            say(me, row(config, case, "graph" if graph else "eager", times))
+
+
+def say(me: Member, line: str) -> None:
+    if me.rank == 0:
+        print(line, flush=True)
 
 
 def row(
@@ -171,19 +174,16 @@ def row(
 
 
 @torch.no_grad()
-def run(me: Member, options: Options) -> list[str]:
+def run(me: Member, options: Options) -> None:
     transformers.logging.set_verbosity_error()
     os.environ.setdefault("LOCAL_RANK", str(me.rank))  # transformers asks for it
-    lines = [f"transformers {transformers.__version__}, torch {torch.__version__}"]
+    say(me, f"transformers {transformers.__version__}, torch {torch.__version__}")
+    say(me, f"{'model':9} {'case':13} {'how':6} {'stock':>9} {'tileweave':>9}    stock / tileweave")
     for name in options.models:
-        lines += compare(options.config(name), me, options)
+        compare(options.config(name), me, options)
         if me.on_gpu:
             torch.cuda.empty_cache()
-        if me.rank == 0:
-            print(*lines, sep="\n", flush=True)
-            lines = []
     tw.synchronize()
-    return lines
 
 
 def main() -> int:

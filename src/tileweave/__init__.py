@@ -32,6 +32,7 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.core.registration import SPECS as _SPECS
+from tileweave.ops.core.registration import TUNERS as _TUNERS
 from tileweave.ops.core.registration import explain, warmup
 from tileweave.ops.core.registry import Group as _Group
 from tileweave.ops.core.registry import name_of as _name_of
@@ -62,6 +63,19 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 # Names of all operators: a view, which also shows operators that are registered later.
 OPERATORS = _SPECS.keys()
+
+
+def _tune(*args: object, **kwargs: object) -> None:
+    """What ``warmup(tune=True)`` does first."""
+    from tileweave.bench.prerequisites import need
+
+    need("tileweave.warmup(tune=True)", "rich")
+    from tileweave.tune.call import tune_call
+
+    tune_call(*args, **kwargs)  # type: ignore[arg-type]
+
+
+_TUNERS.append(_tune)
 
 
 def close(group: _Group | None = None) -> None:

@@ -37,7 +37,7 @@ from triton import knobs
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
-from tileweave.kernels.all_gather.await_shards import await_shards, shard_launches
+from tileweave.kernels.all_gather.await_shards import ShardLaunches, shard_launches
 from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.launch import Launcher
@@ -229,21 +229,21 @@ def compile_barrier(target: str) -> Compiled:
     return compile_one(lambda: barrier(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK), target)
 
 
+def launches_of_shards() -> ShardLaunches:
+    peers = endpoint(64, torch.bfloat16)
+    return shard_launches(peers, WORLD_SIZE, RANK, (64, DEPTH), 132)
+
+
 def compile_await(target: str) -> Compiled:
     x, whole = (
         torch.empty(64, DEPTH, dtype=torch.bfloat16),
         torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16),
     )
-    return compile_one(
-        lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target
-    )
+    return compile_one(lambda: launches_of_shards().await_all(x, whole), target)
 
 
 def compile_by_shards(target: str, ends: bool) -> Compiled:
-    launches, out = (
-        shard_launches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
-        torch.empty(64, DEPTH, dtype=torch.bfloat16),
-    )
+    launches, out = launches_of_shards(), torch.empty(64, DEPTH, dtype=torch.bfloat16)
     return compile_one(
         lambda: launches.end_gather((out, out)) if ends else launches.await_shard(RANK + 1), target
     )

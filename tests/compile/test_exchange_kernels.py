@@ -31,6 +31,7 @@ from tests.compile.test_all_gather_kernels import (
     peer_data,
     seen_in,
     signals_to_peers,
+    weight,
     writes_to_peers,
 )
 from tests.compile.test_reduction_kernels import check_marked, loads_of
@@ -50,6 +51,7 @@ from tileweave.planning.table import tuned_entries
 M, N = 1024, 2048
 HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
 QKV, PROJECTION = Exchange(1, 0), Exchange(0, 1)
+ODD = 1000  # columns of a part: rows of 16 bytes, the last K block of which is not full
 # in no table since decision 0014
 PUSHED = MatmulConfig("hopper", "sm", 64, 128, 128, num_stages=4, num_warps=4)
 
@@ -63,6 +65,8 @@ class Case:
     how: Exchange
     bias: bool = False
     kept: bool = False
+    depth: int = DEPTH
+    depth_first: bool = False
 
     @property
     def push(self) -> bool:
@@ -70,7 +74,8 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        extras = [name for name in ("bias", "kept") if getattr(self, name)]
+        extras = [name for name in ("bias", "kept", "depth_first") if getattr(self, name)]
+        extras += [f"k{self.depth}"] * (self.depth != DEPTH)
         shape = f"{c.tile_m}x{c.tile_n}x{c.tile_k}-{c.num_warps}w"
         return "-".join(
             [
@@ -112,7 +117,13 @@ def tuned_cases() -> list[Case]:
         for entry in tuned_entries(op)
         if entry.config.kernel == "hopper"
     ]
-    return list(dict.fromkeys([Case(OUT, PUSHED, QKV, bias=True), *cases]))
+    first = {c.config.transport: c for c in cases if c.op == IN}
+    ragged = [
+        replace(first["copy_engine"], depth=ODD),
+        replace(first["copy_engine"], depth=ODD, depth_first=True),
+        replace(first["sm"], depth=ODD),
+    ]
+    return list(dict.fromkeys([Case(OUT, PUSHED, QKV, bias=True), *cases, *ragged]))
 
 
 HOPPER_CASES = tuned_cases()
@@ -121,23 +132,26 @@ HOPPER_CASES = tuned_cases()
 @functools.cache
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, torch.bfloat16
-    x, bias = torch.empty(M, DEPTH, dtype=dtype), torch.empty(N, dtype=dtype) if case.bias else None
+    x, bias = (
+        torch.empty(M, case.depth, dtype=dtype),
+        torch.empty(N, dtype=dtype) if case.bias else None,
+    )
     if case.op == OUT:
-        w = torch.empty(N, DEPTH, dtype=dtype)
+        w = torch.empty(N, case.depth, dtype=dtype)
         rows, cols = case.how.part(M, N, WORLD_SIZE)
         schedule = scatter_schedule_for(
-            Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200
+            Problem(WORLD_SIZE, rows, cols, case.depth, 2, ""), c, RANK, H200
         )
         peers = endpoint(schedule.slot_elements, dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":
-            launcher = matmul_all_to_all_hopper.launcher(*common, dtype, DEPTH, w.stride())
+            launcher = matmul_all_to_all_hopper.launcher(*common, dtype, case.depth, w.stride())
         else:
-            launcher = matmul_all_to_all.launcher(*common, DEPTH, w.stride())
+            launcher = matmul_all_to_all.launcher(*common, case.depth, w.stride())
         out = torch.empty(case.how.result(M, N, WORLD_SIZE), dtype=dtype)
         return compile_one(lambda: launcher(x, w, bias, out, 0), target)
-    rows, depth = case.how.result(M, DEPTH, WORLD_SIZE)
-    w, out = torch.empty(N, depth, dtype=dtype), torch.empty(rows, N, dtype=dtype)
+    rows, depth = case.how.result(M, case.depth, WORLD_SIZE)
+    w, out = weight(N, depth, dtype, case.depth_first), torch.empty(rows, N, dtype=dtype)
     rank = SimpleNamespace(rank=RANK, world_size=WORLD_SIZE, machine=H200)
     schedule, parts = _cut(x, w, c, case.how, rank)  # type: ignore[arg-type]
     peers = endpoint(x.numel(), dtype)

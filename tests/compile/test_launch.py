@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding.lookup import constants
 from tileweave.kernels.runtime import launch
+from tileweave.kernels.runtime.compile_all import compile_all
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig
 
@@ -397,3 +398,26 @@ def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespa
         )
     again(meta, second[0].new_zeros(1 + 640)[1:], second[1], None, 0)
     assert len(again.prepared) == 2, "other alignment, other code"
+
+
+def test_launches_are_compiled_before_they_are_made() -> None:
+    """What was collected is compiled at once, each variant once; the launches find it."""
+    cases = (TRITON_CASES[0], TRITON_CASES[1], TRITON_CASES[0], HOPPER_CASES[0])
+    with offline("sm_90") as launched:
+        made, before = [], knobs.runtime.jit_post_compile_hook
+
+        def count(**given: Any) -> None:
+            made.append(given["key"])
+            before(**given)
+
+        knobs.runtime.jit_post_compile_hook = count
+        calls = [launch_of(case) for case in cases]
+        with launch.collect_launches() as launches:
+            for launcher, arguments in calls:
+                launcher(*arguments)
+        assert len(launches) == len(cases) and not launched and not made
+        compile_all(launches, 1, 2)
+        assert len(made) == 3 and not launched
+        for launcher, arguments in calls:
+            launcher(*arguments)
+        assert len(made) == 3 and len(launched) == 3

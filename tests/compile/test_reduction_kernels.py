@@ -32,7 +32,8 @@ from tests.compile.test_all_gather_kernels import (
 )
 
 from tileweave.kernels.all_reduce import collective as exchange
-from tileweave.kernels.all_reduce import one_shot
+from tileweave.kernels.all_reduce import gather_rows, one_shot
+from tileweave.kernels.all_reduce.norm import norm_launcher
 from tileweave.kernels.reduce_scatter import hopper
 from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
@@ -57,6 +58,7 @@ class Case:
     bias: bool = False
     depth_first: bool = False
     cols: int = COLS
+    mirrored: bool = False
 
     @property
     def push(self) -> bool:
@@ -71,7 +73,7 @@ class Case:
             + ["odd"] * (self.cols % 8 > 0)
         )
         return "-".join(
-            [*parts, *(name for name in ("bias", "depth_first") if getattr(self, name))]
+            [*parts, *(name for name in ("bias", "depth_first", "mirrored") if getattr(self, name))]
         )
 
 
@@ -82,6 +84,7 @@ TRITON_CASES = (
     Case(SMALL, rows=256, depth_first=True),
     Case(SMALL, rows=16, bias=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, bias=True),
+    Case(replace(SMALL, transport="copy_engine"), rows=256, mirrored=True),
 )
 
 
@@ -101,7 +104,8 @@ def tuned_cases() -> list[Case]:
     copied = [case for case in cases if not case.push]
     odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
     turned = replace(copied[0], depth_first=True)  # as backward runs it
-    return [*dict.fromkeys(cases), *odd, turned]
+    mirrored = replace(copied[0], mirrored=True)  # a chunk of an all-reduce
+    return [*dict.fromkeys(cases), *odd, turned, mirrored]
 
 
 HOPPER_CASES = tuned_cases()
@@ -123,10 +127,13 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         whole = fits(out)
-        launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole)
+        launcher = hopper.launcher(
+            peers, schedule, c, dtype, DEPTH, w.stride(), whole, case.mirrored
+        )
     else:
         launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
-    return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
+    mirror = torch.empty_like(out) if case.mirrored else None
+    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror), target)
 
 
 @functools.cache
@@ -151,15 +158,38 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
 
 
 @functools.cache
-def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compiled:
-    """With bias and residual where something is reduced; neither is an all-to-all."""
-    shard, dtype = 16 * COLS, torch.bfloat16
+def compile_exchange(
+    reduce: bool, gather: bool, target: str = "sm_90", one_shot: bool = False
+) -> Compiled:
+    """With bias and residual where something is reduced."""
+    dtype = torch.bfloat16
     x, out = (torch.empty(WORLD_SIZE * 16, COLS, dtype=dtype) for _ in range(2))
-    peers = endpoint(exchange.slot_elements(shard, WORLD_SIZE, reduce, gather), dtype)
-    shards = exchange.Shards(shard, WORLD_SIZE * shard, COLS)
+    if not reduce:
+        shards = exchange.Shards.in_a_row(16 * COLS)
+    elif gather:
+        shards = exchange.Shards.of_columns(16 * WORLD_SIZE, COLS, WORLD_SIZE)
+    elif one_shot:
+        shards = exchange.Shards.of_all(16 * WORLD_SIZE, COLS)
+    else:
+        shards = exchange.Shards.of_rows(16, COLS)
+    peers = endpoint(exchange.slot_elements(shards, WORLD_SIZE, reduce, gather, one_shot), dtype)
     launcher = exchange.launcher(peers, WORLD_SIZE, RANK, shards, 132, LIBRARY, reduce, gather)
     extras = (torch.empty(COLS, dtype=dtype), torch.empty_like(out)) if reduce else ()
     return compile_one(lambda: launcher(x, out, *extras), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["all_reduced", "end", "norm"])
+def test_small_kernels_compile(name: str, target: str) -> None:
+    out = torch.empty(16, COLS, dtype=torch.bfloat16)
+    launches = gather_rows.row_launches(endpoint(64, out.dtype), WORLD_SIZE, RANK, out.numel(), 132)
+    launch = {
+        "all_reduced": launches.all_reduced,
+        "end": lambda: launches.end(out),
+        "norm": lambda: norm_launcher(16, COLS)(out, out[0], 1e-6, out),
+    }[name]
+    compiled = compile_one(launch, target)
+    assert compiled.spills is not None and compiled.spills <= STACK
 
 
 # ---- what is compiled fits the device
@@ -167,12 +197,19 @@ def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compi
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("reduce", "gather"),
-    [(True, False), (False, True), (True, True), (False, False)],
-    ids=["rs", "ag", "ar", "a2a"],
+    ("reduce", "gather", "one_shot"),
+    [
+        (True, False, False),
+        (False, True, False),
+        (True, True, False),
+        (True, False, True),
+    ],
+    ids=["rs", "ag", "ar", "ar_one_shot"],
 )
-def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str) -> None:
-    compiled = compile_exchange(reduce, gather, target)
+def test_the_exchange_fits_every_target(
+    reduce: bool, gather: bool, one_shot: bool, target: str
+) -> None:
+    compiled = compile_exchange(reduce, gather, target, one_shot)
     assert compiled.name == "exchange_kernel"
     assert compiled.registers is not None and compiled.registers <= 168
     assert compiled.spills is not None and compiled.spills <= STACK

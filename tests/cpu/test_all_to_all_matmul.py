@@ -12,6 +12,7 @@ from tests.support import parity
 from tests.support.matmul_cases import IN, Case, prepare
 from tests.support.worlds import Member, Worlds
 
+import tileweave as tw
 from tileweave.ops import reference
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -76,3 +77,24 @@ def test_parts_smaller_than_a_k_block(worlds: Worlds) -> None:
         [Case(5, 17, 20, op=IN, how=(0, 1)), Case(5, 17, 33, op=IN, how=(1, 1))],
         config,
     )
+
+
+def infinite_next_to_a_part(
+    me: Member, config: MatmulConfig, depth: int, dtype: str = "float32"
+) -> None:
+    """The last K block of a part must not see the columns of w after it: zero times infinity is
+    NaN."""
+    group = dist.group.WORLD
+    assert group is not None
+    case = Case(config.tile_m, 40, depth, dtype, op=IN, how=(0, 1), integers=True)
+    for number in range(2):
+        call = prepare(case, me.rank, me.world_size, me.device, number)
+        call.x.fill_(1.0)
+        call.w[:, depth::depth] = float("inf")
+        parity.run(call, group, config)
+        tw.synchronize()
+        assert bool((call.out == float("inf")).all()), f"rank {me.rank}: {call.out[0, :4]}"
+
+
+def test_infinite_weights_of_the_next_part(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(infinite_next_to_a_part, replace(SM, tile_k=32), 20)

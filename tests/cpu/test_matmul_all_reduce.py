@@ -311,6 +311,54 @@ def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, in
 
 
 @fused
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_shot_after_cublas(worlds: Worlds, size: int) -> None:
+    cases = [case(37, 24, 33, bias=True, residual=True, norm=True), case(1, 40, 8, "float16")]
+    worlds("gloo", size).run(parity.parity, cases, replace(CONFIG, shots=1), PROGRAMS)
+
+
+CHUNKS = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, num_slices=4, row_chunks=3)
+
+
+@fused
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_chunks(worlds: Worlds, size: int, chunks: int) -> None:
+    """Even and uneven last chunks, and fewer rows than the chunks would need."""
+    cases = [
+        case(66 * size, 24, 33, bias=True, residual=True, norm=True),
+        case(16 * size, 17, 20, "float16", integers=True),
+        case(65 * size - 1, 40, 8, "bfloat16", norm=True),
+    ]
+    worlds("gloo", size).run(parity.parity, cases, replace(CHUNKS, row_chunks=chunks))
+
+
+def equal_bits(me: Member, case: Case, config: MatmulConfig) -> None:
+    call = prepare(case, me.rank, me.world_size, me.device, 0)
+    parity.run(call, dist.group.WORLD, config)
+    results = [torch.empty_like(call.out) for _ in range(me.world_size)]
+    dist.all_gather(results, call.out)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@fused
+@pytest.mark.parametrize("config", [CHUNKS, replace(CONFIG, shots=1)], ids=["chunks", "one_shot"])
+def test_ranks_have_the_same_bits(worlds: Worlds, config: MatmulConfig) -> None:
+    """Also in rows that two chunks have, and where every rank adds for itself."""
+    worlds("gloo", 3).run(equal_bits, case(97, 17, 64, "float16"), config)
+
+
+@fused
+def test_many_calls_in_chunks_with_late_ranks(worlds: Worlds) -> None:
+    cases = [
+        case(96, 17, 24),
+        case(150, 20, 33, residual=True, norm=True),
+        case(97, 9, 20, bias=True),
+    ]
+    worlds("gloo", 3).run(parity.many_calls, cases, CHUNKS, 8, 0.004, None, stall_in_the_kernel)
+
+
+@fused
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(worlds: Worlds, dtype: str) -> None:
     cases = [

@@ -155,7 +155,7 @@ def calls_to_compare(me: Member) -> dict[str, Callable[[], object]]:
         "ids": lambda: call(x, up, ids.float() if odd else ids),
         "dimensions": lambda: call(x[0] if odd else x, up, ids),
         "tokens": lambda: call(x[:3] if odd else x, up, ids),
-        "strides": lambda: call(torch.randn(8, 4).t() if odd else x, up, plan=plan),
+        "strides": lambda: call(x, torch.randn(2, 6, 16)[..., ::2] if odd else up, plan=plan),
         "the plan's group": lambda: call(x, up, plan=other),
         "y": lambda: combine(y[1:] if odd else y, down, plan),
         "experts": lambda: combine(y, down[:1] if odd else down, plan),

@@ -101,7 +101,7 @@ _COUNT = (
     '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
 )
 
-_OWNERS = "range(1, WORLD_SIZE):\n        owner"
+_OWNERS = "range(FIRST, WORLD_SIZE):\n        owner"
 _PEERS = "range(1, WORLD_SIZE):\n        peer"
 _OVER = "finished = slot_offset"
 _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
@@ -439,7 +439,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "finished shards over partials",
         EXCHANGE,
-        "finished = slot_offset + (WORLD_SIZE - 1) * size",
+        "finished = slot_offset + PLACES * size",
         _OVER,
         AR + "library",
     ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.worlds import Member, World
+from tests.support.worlds import Member, World, environment_for
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'tileweave[transformers]'", exc_type=ImportError
@@ -468,3 +471,32 @@ def test_interpreted_kernels_generate_the_same(
     interpreted: World, name: str, tmp_path: Path
 ) -> None:
     assert interpreted.run(generated, name, str(tmp_path), timeout=100) == [True, True]
+
+
+# --- Examples ---
+
+
+@pytest.mark.parametrize("name", ["llama_inference.py", "llama_lora.py"])
+def test_example(name: str) -> None:
+    if name == "llama_lora.py":
+        pytest.importorskip("peft", reason="pip install peft")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *(f"--master-port={free_port()}", str(root / "examples" / name)),
+        ],
+        env=environment_for("gloo", {"TRITON_INTERPRET": "0"}),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == (10 if name == "llama_lora.py" else 1)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -171,10 +171,11 @@ def test_push_is_one_launch_with_only_data_addresses_updated(driver):
 def test_graph_that_cannot_be_updated_is_replaced(driver):
     copies, line = scatter(), engine(driver)
     push_again(line, copies, 10_000)
-    ((_, first),) = line._graphs.values()
+    (graphs,) = line._graphs.values()
+    first = graphs.find(10_000)
     driver.refuse_to_move = True
     line.push(copies, 20_000)
-    assert list(line._graphs.values()) != [(copies, first)]
+    assert first is not None and graphs.find(20_000) not in (None, first) and len(graphs) == 1
     assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == [
         "cuGraphExecDestroy",
         "cuGraphDestroy",
@@ -213,11 +214,40 @@ def test_copies_used_once_have_no_graph_and_are_forgotten(driver):
         "what is used stays"
     )
     assert len(line._graphs) == copy_engine._MOST_GRAPHS
-    assert [graph for _, graph in line._graphs.values() if graph] == [line._graphs[id(often), 0][1]]
+    assert [key for key, graphs in line._graphs.items() if len(graphs)] == [(id(often), 0)]
     fourth = [scatter() for _ in range(copy_engine._MOST_GRAPHS)]
     for copies in fourth:
         push_again(line, copies, 10_000)
     assert set(line._graphs) == {(id(copies), 0) for copies in fourth}
+
+
+def test_addresses_that_come_often_have_graphs_of_their_own(driver):
+    line, copies = engine(driver), scatter()
+    push_again(line, copies, 10_000)
+    (graphs,) = line._graphs.values()
+    nodes = len(driver.nodes)
+    for _ in range(copy_engine._OFTEN + 1):
+        for address in (20_000, 10_000):
+            line.push(copies, address)
+    assert len(graphs) == 2 and len(driver.nodes) == 2 * nodes
+    driver.refuse_to_move = True  # no graph is pointed elsewhere any more
+    for address in (20_000, 10_000, 20_000):
+        line.push(copies, address)
+    assert len(driver.nodes) == 2 * nodes and driver.calls[-1] == "cuGraphLaunch"
+    driver.refuse_to_move = False
+    for _ in range(copy_engine._OFTEN + 1):
+        for address in range(30_000, 60_000, 1000):
+            line.push(copies, address)
+    assert len(graphs) == 1 + copy_engine._MOST_FIXED
+
+
+def test_graphs_of_all_copies_together_are_bounded(driver):
+    line, pushed = engine(driver), [scatter() for _ in range(copy_engine._MOST_GRAPHS)]
+    for copies in pushed:
+        for address in (10_000, 20_000, 30_000) * (copy_engine._OFTEN + 2):
+            line.push(copies, address)
+    assert sum(map(len, line._graphs.values())) <= copy_engine._MOST_GRAPHS
+    assert (id(pushed[-1]), 0) in line._graphs and (id(pushed[0]), 0) not in line._graphs
 
 
 def test_captured_copies_are_queued_one_by_one(driver, monkeypatch):

@@ -55,11 +55,17 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
     ("steps", "found"),
     [
         (["a", "a"], []),
+        (["a.", "a"], []),
         (["a", "b"], ["b after all of a"]),
-        (["a.", "b"], ["b after the launch on a"]),
-        (["a.", "a", "b"], ["b after all of a"]),
-        (["a.", "b", "c"], ["b after the launch on a", "c after all of b"]),
-        (["a.", "b.", "a"], ["b after the launch on a", "a after the launch on b"]),
+        # a second stream for the first time: until then no end was recorded
+        (["a.", "b"], ["b after all of a"]),
+        (["a.", "b.", "a"], ["b after all of a", "a after the launch on b"]),
+        (["a.", "b.", "b", "a"], ["b after all of a", "a after all of b"]),
+        (["a.", "b", "c"], ["b after all of a", "c after all of b"]),
+        (
+            ["a.", "b.", "a.", "b."],
+            ["b after all of a", "a after the launch on b", "b after the launch on a"],
+        ),
     ],
 )
 def test_launches_are_ordered_across_streams(steps: list[str], found: list[str]) -> None:

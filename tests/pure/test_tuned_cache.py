@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning import cache
-from tileweave.planning.cache import Key, Tuned
+from tileweave.planning.cache import Key
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
 
 KEY = Key("NVIDIA H100 80GB HBM3", 132, 2, "580.65", "0.1.0", "2.11.0", "3.6.0", "all")
@@ -20,9 +21,9 @@ CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
 OTHER = replace(CONFIG, tile_n=256)
 
 
-def tuned(rows: int, us: float = 10.0, op: str = "matmul_reduce_scatter") -> Tuned:
+def tuned(rows: int, us: float = 10.0, op: str = "matmul_reduce_scatter") -> Measurement:
     problem = Problem(2, rows, 4096, 2048, 2, "bfloat16")
-    return Tuned(op, problem, ((None, 12.0), (CONFIG, us), (OTHER, 11.5)))
+    return Measurement(op, problem, {None: 12.0, CONFIG: us, OTHER: 11.5})
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +63,12 @@ def test_every_part_of_the_key_has_files_of_its_own() -> None:
 def test_results_are_read_as_they_were_written() -> None:
     assert cache.read(cache.path_of(KEY), KEY) == (None, ())
     path = cache.merge(KEY, [tuned(64), tuned(128)])
-    assert cache.read(path, KEY) == (KEY, (tuned(128), tuned(64)))
+    assert cache.read(path, KEY) == (KEY, (tuned(64), tuned(128)))
     cache.merge(KEY, [tuned(64, 9.0), tuned(64, op="matmul_all_reduce")])
     found = cache.read(path, KEY)[1]
-    assert set(found) == {tuned(128), tuned(64, 9.0), tuned(64, op="matmul_all_reduce")}
+    assert found == (tuned(64, op="matmul_all_reduce"), tuned(64, 9.0), tuned(128))
     assert [p.name for p in path.parent.iterdir() if p.suffix == ".part"] == []
     assert cache.clear() == [path] and cache.files() == []
-
-
-def test_unfused_path_is_chosen_where_it_is_as_fast() -> None:
-    assert tuned(64).measurement.fastest() == CONFIG
-    assert tuned(64, 12.0).measurement.fastest() == OTHER
-    equal = Tuned("op", tuned(64).problem, ((CONFIG, 12.0), (None, 12.0)))
-    assert equal.measurement.fastest() is None
-    assert tuned(64).time_of(OTHER) == 11.5 and tuned(64).time_of(replace(CONFIG, team=2)) is None
 
 
 def change(path: tuple[Any, ...], value: object) -> str:
@@ -87,7 +80,8 @@ def change(path: tuple[Any, ...], value: object) -> str:
     return json.dumps(data)
 
 
-TIME = ("entries", 0, "times", 1)
+SHAPE = ("measured", 0, "shapes", 0)
+CUT = ("measured", 0, "configs", 0)
 BROKEN = {
     "nothing": "",
     "half": cache.text_of(KEY, [tuned(64)])[:200],
@@ -98,24 +92,22 @@ BROKEN = {
     "key": change(("key",), []),
     "gpu": change(("key", "gpu"), "NVIDIA H200"),
     "sms": change(("key", "num_sms"), "132"),
-    "entries": change(("entries",), {}),
-    "entry": change(("entries", 0), 5),
-    "rows": change(("entries", 0, "rows"), 0),
-    "twice": change(("entries", 0, "rows"), 64),
-    "world": change(("entries", 0, "world_size"), 4),
-    "op": change(("entries", 0, "op"), "../x"),
-    "itemsize": change(("entries", 0, "itemsize"), 4),
-    "dtype": change(("entries", 0, "dtype"), "int8"),
-    "no times": change(("entries", 0, "times"), []),
-    "us": change((*TIME, "us"), float("nan")),
-    "us 0": change((*TIME, "us"), 0),
-    "us text": change((*TIME, "us"), "9"),
-    "kernel": change((*TIME, "config", "kernel"), "cutlass"),
-    "tile": change((*TIME, "config", "tile_m"), 48),
-    "field": change((*TIME, "config", "colour"), 1),
-    "config": change((*TIME, "config"), []),
-    "no unfused": change(("entries", 0, "times", 0, "config"), asdict(replace(CONFIG, shots=1))),
-    "two unfused": change((*TIME, "config"), None),
+    "measured": change(("measured",), {}),
+    "part": change(("measured", 0), 5),
+    "rows": change((*SHAPE, "rows"), 0),
+    "twice": change((*SHAPE, "rows"), 128),
+    "world": change((*SHAPE, "world_size"), 4),
+    "dtype": change((*SHAPE, "dtype"), "int8"),
+    "op": change(("measured", 0, "op"), 3),
+    "no times": change((*SHAPE, "us"), []),
+    "us": change((*SHAPE, "us", 1), float("nan")),
+    "us 0": change((*SHAPE, "us", 1), 0),
+    "us text": change((*SHAPE, "us", 1), "9"),
+    "no unfused": change((*SHAPE, "us", 0), None),
+    "kernel": change((*CUT, "kernel"), "cutlass"),
+    "tile": change((*CUT, "tile_m"), 48),
+    "field": change((*CUT, "colour"), 1),
+    "config": change(CUT, []),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.cuda.nccl
 
 import tileweave as tw
+from tileweave.transport.workspace import kernels_allowed
 
 WITHOUT_GPUS = (
     "without GPUs times mean nothing: kernels run interpreted, and rivals over gloo instead of NCCL"
@@ -33,6 +34,7 @@ def environment() -> dict[str, str | int | None]:
         "nccl": nccl_version() if gpus else None,
         "device": torch.cuda.get_device_name(0) if gpus else platform.machine(),
         "devices": gpus,
+        "kernels": kernels_allowed(),
     }
 
 

@@ -2,7 +2,8 @@
 
 ==============  ====================================================================================
 tileweave       the public operator, with ``out=``
-nccl+cublas     the collective and one matmul, one after the other (gloo and torch without GPUs)
+nccl+cublas     the collective and one matmul, one after the other (gloo and torch without GPUs):
+                what the operator runs unfused (``ops/reference.py``), with all memory kept
 torch fused     ``torch.ops.symm_mem.fused_all_gather_matmul`` or ``fused_matmul_reduce_scatter``
 torch one-shot  one matmul into symmetric memory, then torch's all-reduce over it, in which every
                 rank reads all others
@@ -27,7 +28,6 @@ from itertools import cycle
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.cases import Case
@@ -35,10 +35,8 @@ from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
-from tileweave.ops.core import collectives
 from tileweave.ops.core.registration import spec_of
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
 OURS, UNFUSED, TORCH, GEMM, CORUN = (
     "tileweave",
@@ -216,13 +214,8 @@ class AllGatherMatmulRivals(Rivals):
 
     def unfused(self) -> Call:
         x, group, out = self.operands.x, self.group, torch.empty_like(self.out)
-        gathered, ws = torch.empty_like(self.operands.rows), cycle([w.t() for w in self.weights])
-
-        def call() -> None:
-            all_gather_flat(gathered, x, group=group)
-            torch.mm(gathered, next(ws), out=out)
-
-        return call
+        gathered, ws = torch.empty_like(self.operands.rows), cycle(self.weights)
+        return lambda: reference.all_gather_matmul(x, next(ws), None, group, out, gathered)
 
     def torch_fused(self) -> Call | None:
         shard, _ = self.symmetric(*self.operands.x.shape)
@@ -249,23 +242,9 @@ class MatmulReduceScatterRivals(Rivals):
         return {**super().makers(), TORCH: self.torch_fused}
 
     def unfused(self) -> Call:
-        x, group, out, ws = (
-            self.operands.x,
-            self.group,
-            torch.empty_like(self.out),
-            cycle([w.t() for w in self.weights]),
-        )
-        partial = x.new_empty(x.shape[0], self.operands.w.shape[0])
-        if not self.member.on_gpu:
-            return lambda: out.copy_(
-                collectives.reduce_scatter(torch.mm(x, next(ws), out=partial), group)
-            )
-
-        def call() -> None:
-            torch.mm(x, next(ws), out=partial)
-            reduce_scatter_flat(out, partial, group=group)
-
-        return call
+        x, group, out = self.operands.x, self.group, torch.empty_like(self.out)
+        partial, ws = x.new_empty(x.shape[0], self.operands.w.shape[0]), cycle(self.weights)
+        return lambda: reference.matmul_reduce_scatter(x, next(ws), None, group, out, partial)
 
     def torch_fused(self) -> Call | None:
         self.symmetric(1)  # the operator has its own workspace; this registers it
@@ -293,20 +272,9 @@ class MatmulAllReduceRivals(Rivals):
         return {**super().makers(), ONE_SHOT: self.one_shot, TWO_SHOT: self.two_shot}
 
     def unfused(self) -> Call:
-        x, group, out, ws = (
-            self.operands.x,
-            self.group,
-            torch.empty_like(self.out),
-            cycle([w.t() for w in self.weights]),
-        )
-        if not self.member.on_gpu:
-            return lambda: collectives.all_reduce(torch.mm(x, next(ws), out=out), group)
-
-        def call() -> None:
-            torch.mm(x, next(ws), out=out)
-            dist.all_reduce(out, group=group)
-
-        return call
+        x, group, out = self.operands.x, self.group, torch.empty_like(self.out)
+        ws = cycle(self.weights)
+        return lambda: reference.matmul_all_reduce(x, next(ws), None, group, out=out)
 
     def one_shot(self) -> Call | None:
         return self._then("one_shot_all_reduce", ONE_SHOT)
@@ -345,42 +313,20 @@ class ExchangeRivals(Rivals):
         return self.operands.x if self.case.op == "matmul_all_to_all" else self.operands.rows
 
     def unfused(self) -> Call:
-        x, size, out, on_gpu = (
-            self.operands.x,
-            self.size,
-            torch.empty_like(self.out),
-            self.member.on_gpu,
+        x, group, options = self.operands.x, self.group, self.subject.options
+        out, ws = torch.empty_like(self.out), cycle(self.weights)
+        how = Exchange(**options)
+        if self.case.op == "matmul_all_to_all":
+            of_part = how.part(x.shape[0], self.operands.w.shape[0], self.size)
+            parts = x.new_empty(self.size, *of_part)
+            return lambda: reference.matmul_all_to_all(
+                x, next(ws), None, group, **options, out=out, parts=parts
+            )
+        got = x.new_empty(self.size, *how.part(x.shape[0], x.shape[1], self.size))
+        exchanged = x.new_empty(how.result(x.shape[0], x.shape[1], self.size))
+        return lambda: reference.all_to_all_matmul(
+            x, next(ws), None, group, **options, out=out, exchanged=exchanged, got=got
         )
-        ws = cycle(self.weights)
-        rows, cols = (
-            (x.shape[0], self.out.shape[1])
-            if self.case.op == "matmul_all_to_all"
-            else (self.out.shape[0], x.shape[1])
-        )
-        moved = x.new_empty(size, rows, cols)
-
-        def exchange(to: torch.Tensor, parts: torch.Tensor) -> None:
-            if on_gpu:
-                dist.all_to_all_single(to, parts, group=self.group)
-            else:  # gloo has no 2-byte floats
-                to.copy_(
-                    reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to)
-                )
-
-        def project() -> torch.Tensor:
-            by_rank = next(ws).view(size, cols, x.shape[1]).transpose(1, 2)
-            torch.bmm(x.expand(size, *x.shape), by_rank, out=moved)
-            exchange(out.view(size, rows, cols), moved)
-            return out
-
-        exchanged = x.new_empty(rows, size * cols)
-
-        def collect() -> torch.Tensor:
-            exchange(moved, x.view(size, rows, cols))
-            exchanged.view(rows, size, cols).copy_(moved.transpose(0, 1))
-            return torch.mm(exchanged, next(ws).t(), out=out)
-
-        return project if self.case.op == "matmul_all_to_all" else collect
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         x = self.operands.x

@@ -117,7 +117,7 @@ def run_cases(
     with Steps(f"bench {options.op}", len(cases), show=member.rank == 0) as steps:
         for seed, case in enumerate(cases):
             steps.now(case.name)
-            if not _agree(member, time.monotonic() - started < options.seconds):
+            if not rank_0_says(member, time.monotonic() - started < options.seconds):
                 report["skipped"].append(case.name)
                 steps.done("skipped: out of time")
                 continue
@@ -269,7 +269,7 @@ def short(plan: Plan) -> str:
     return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"
 
 
-def _agree(member: Member, mine: bool) -> bool:
+def rank_0_says(member: Member, mine: bool) -> bool:
     """The answer of rank 0, on every rank."""
     word = torch.tensor([int(mine)], dtype=torch.int32, device=member.device)
     dist.broadcast(word, 0)

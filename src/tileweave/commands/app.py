@@ -397,6 +397,100 @@ def _found(options: Any) -> bool:
 
 
 @app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="A matmul operator; all: every one.")] = "all",
+    shapes: Annotated[
+        Path | None,
+        typer.Option(help="A file: lines of M N K, or a JSON list of them, of the whole problem."),
+    ] = None,
+    random: Annotated[
+        int, typer.Option(min=0, help="So many random shapes, as bench draws them.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random shapes.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="The layers of a model, such as llama3-70b.")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", help="Tensor parallelism: the same as --world.")
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="M, separated by commas, for --model or with --cols and --depth."),
+    ] = None,
+    cols: Annotated[int | None, typer.Option(min=1, help="N of the whole problem.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="K of the whole problem.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each candidate.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Start no new shape after that many seconds.")
+    ] = 1800.0,
+    json: Annotated[Path | None, typer.Option(help="Write what was found here, too.")] = None,
+    world: World = None,
+    device: Device = "auto",
+    show: Annotated[bool, typer.Option("--show", help="Show what was tuned; measure nothing.")] = (
+        False
+    ),
+    clear: Annotated[bool, typer.Option("--clear", help="Forget what was tuned.")] = False,
+) -> None:
+    """Measure which plan is fastest for some shapes on this machine, and use it from now on.
+
+    Results are kept in a cache of the user, which later calls plan by. Needs two GPUs or more.
+    """
+    from json import dumps
+
+    from tileweave.commands import tune as tuning
+    from tileweave.planning import cache
+    from tileweave.tune.run import Options
+    from tileweave.tune.run import tune as run
+
+    screen = console()
+    if clear:
+        for path in cache.clear():
+            screen.print(f"removed {path}", markup=False)
+    if show:
+        tables, lines = tuning.shown()
+        screen.print(*tables, sep="\n")
+        for line in lines or ([] if tables else [f"nothing in {cache.folder()}"]):
+            screen.print(line, markup=False, soft_wrap=True)
+    if clear or show:
+        return
+    ops = tuning.operators(op)
+    asked = tuning.Asked(shapes, random, seed, model, rows, cols, depth, dtype)
+    cases = tuning.cases_for(ops, asked)
+    require(
+        tp is None or world in (None, tp),
+        f"--tp {tp} with --world {world}",
+        "the same number, since a rank is a part of the model",
+        "leave out one of them",
+    )
+    if default_device_type() == "cpu" and device == "auto":
+        raise InputError(
+            "asked: to tune; allowed: on two GPUs or more, since interpreted kernels have no "
+            "meaningful time; remedy: run it there, or try the command with --device cpu"
+        )
+    kind, size = _place(device, world if tp is None else tp)
+    need_kernels("tileweave tune", kind)
+    file_for(json)
+    outcome = launch(
+        run,
+        Options(tuple(cases), repeats, seconds),
+        world_size=size,
+        device_type=kind,
+        seconds=2 * seconds + 300,
+    )
+    if outcome is None:
+        return
+    screen.print(tuning.table_of(outcome))
+    for line in tuning.notes_on(outcome):
+        screen.print(line, markup=False, soft_wrap=True)
+    if json is not None:
+        json.write_text(dumps(tuning.as_json(outcome), indent=1) + "\n")
+    if not outcome.rows:
+        screen.print("[bold red]nothing was tuned: no time for any shape")
+        raise typer.Exit(1)
+
+
+@app.command()
 def trace(
     op: Annotated[
         str,

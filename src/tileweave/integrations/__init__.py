@@ -5,6 +5,11 @@ of tileweave in one line of the user's.
 module              the line
 ==================  ==================================================================
 ``transformers``    ``tileweave.integrations.transformers.enable()``
+``torchtitan``      ``--override.imports tileweave.integrations.torchtitan.dist_gemm``
+``megatron``        ``tileweave.integrations.megatron.get_gpt_layer_spec()``
+``torchrec``        ``sharders=[tileweave.integrations.torchrec.Sharder()]``
+``vllm``            ``TILEWEAVE_VLLM=1 vllm serve ...``
+``sglang``          ``TILEWEAVE_SGLANG=1 python -m sglang.launch_server ...``
 ==================  ==================================================================
 
 An adapter is the only module that imports its framework, and nothing imports it but its user:

@@ -1,5 +1,9 @@
 """Every operator unfused, in plain torch and torch.distributed: specification, oracle and baseline.
 
+Compositions of a matmul are also what operators run where no fused kernel is faster, and what the
+benchmarks compare with. So they are the fastest ones known: results go directly into memory of the
+caller (``out``), and so does what is in between if the caller has memory for it.
+
 Rounding of sums over ranks. Partial sums are sent in the dtype of x on every path, so each is
 rounded to it before it is added; a partial sum of float16 above 65504 becomes infinite even if the
 sum would not be. Fused kernels add in float32 in a fixed order, with bias and residual, and round
@@ -14,17 +18,19 @@ sum, and the result is rounded again. Decision 0019 has a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
+
+LARGE_BYTES = 1 << 21  # of a copy for which other views save more device time than host time
 
 
 def all_gather_matmul(
@@ -33,12 +39,13 @@ def all_gather_matmul(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
     out: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], gather(x) [R * m, K]).
 
-    ``out`` gets the first result, if given.
+    ``out`` and ``gathered`` get the results, if given.
     """
-    gathered = x if dist.get_world_size(group) == 1 else collectives.all_gather(x, group)
+    gathered = x if group.size() == 1 else collectives.all_gather(x, group, gathered)
     return _multiply(gathered, w, bias, out), gathered
 
 
@@ -46,6 +53,8 @@ def _multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """x @ w.T + bias."""
+    if out is None:
+        return linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
@@ -55,12 +64,13 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
     out: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias.
 
-    [M / R, N], in ``out`` if given.
+    [M / R, N], in ``out`` if given. ``partial``: memory for a partial sum.
     """
-    return collectives.reduce_scatter(_partial(x, w, bias, group), group, out)
+    return collectives.reduce_scatter(_partial(x, w, bias, group, partial), group, out)
 
 
 def matmul_all_reduce(
@@ -101,50 +111,71 @@ def _partial(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's partial sum; that of rank 0 includes the bias, so that it is added once."""
-    return _multiply(x, w, bias if dist.get_rank(group) == 0 else None, out)
+    return _multiply(x, w, bias if bias is not None and group.rank() == 0 else None, out)
 
 
 # --- Exchanges ---
 
 
-def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange(
+    x: torch.Tensor,
+    how: Exchange,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+    got: torch.Tensor | None = None,
+) -> torch.Tensor:
     """All-to-all of x [rows, cols]: part p along ``scatter_dim`` goes to rank p.
 
-    Parts that arrive are concatenated along ``gather_dim``, in rank order.
+    Parts that arrive are concatenated along ``gather_dim``, in rank order, in ``out`` if given.
+    ``got``: as for :func:`exchange_parts`.
     """
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1:
         return x
     rows, cols = how.part(x.shape[0], x.shape[1], size)
-    parts = (
-        x.view(size, rows, cols)
-        if how.scatter_dim == 0
-        else x.view(rows, size, cols).transpose(0, 1).contiguous()
-    )
-    return exchange_parts(
-        parts, how, None, lambda got: collectives.all_to_all_equal(got, parts, group)
-    )
+    if how.scatter_dim == 0:
+        parts = x.view(size, rows, cols)
+    else:
+        parts = torch.empty(size, rows, cols, dtype=x.dtype, device=x.device)
+        _permute(parts, x.view(rows, size, cols))
+    return exchange_parts(parts, how, group, out, got)
 
 
 def exchange_parts(
     parts: torch.Tensor,
     how: Exchange,
-    out: torch.Tensor | None,
-    swap: Callable[[torch.Tensor], None],
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+    got: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`exchange`, for parts that are contiguous already, [R, rows, cols].
 
-    ``swap`` stores the parts that arrive in a tensor of that shape.
+    ``got``: memory of that shape for parts as they arrive, if they are concatenated along columns.
     """
     size, rows, cols = parts.shape
     # a tensor of its own: autograd forbids changes in place of a view that an operator returned
     if out is None:
         out = parts.new_empty((size * rows, cols) if how.gather_dim == 0 else (rows, size * cols))
-    got = out.view(parts.shape) if how.gather_dim == 0 else torch.empty_like(parts)
-    swap(got)
-    if how.gather_dim == 1:
-        out.view(rows, size, cols).copy_(got.transpose(0, 1))
+    if how.gather_dim == 0:
+        collectives.all_to_all_equal(out.view(parts.shape), parts, group)
+        return out
+    if got is None:
+        got = torch.empty_like(parts)
+    collectives.all_to_all_equal(got, parts, group)
+    _permute(out.view(rows, size, cols), got)
     return out
+
+
+def _permute(out: torch.Tensor, x: torch.Tensor) -> None:
+    """out [a, b, c] = x [b, a, c], both contiguous, in pieces of 16 bytes where rows have them:
+    torch copies what is not contiguous one element at a time."""
+    (rows, parts, cols), addresses = out.shape, out.data_ptr() | x.data_ptr()
+    row_bytes = cols * out.itemsize
+    # dimensions of one element may have any strides
+    large = rows > 1 and parts > 1 and rows * parts * row_bytes >= LARGE_BYTES
+    if large and (row_bytes | addresses) % 16 == 0:
+        out, x = out.view(torch.complex128), x.view(torch.complex128)
+    out.copy_(x.transpose(0, 1))
 
 
 def matmul_all_to_all(
@@ -155,19 +186,25 @@ def matmul_all_to_all(
     scatter_dim: int,
     gather_dim: int,
     out: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> x @ w.T + bias, exchanged."""
-    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group)
+    """x [M, K], w [N, K], bias [N] -> x @ w.T + bias, exchanged.
+
+    ``parts``: memory for the product, [R, rows, cols] of the part for each rank.
+    """
+    how, size = Exchange(scatter_dim, gather_dim), group.size()
     if size == 1:
         return _multiply(x, w, bias, out)
-    parts = product_in_parts(x, w, bias, how, size)
-    return exchange_parts(
-        parts, how, out, lambda got: collectives.all_to_all_equal(got, parts, group)
-    )
+    return exchange_parts(_product_in_parts(x, w, bias, how, size, parts), how, group, out)
 
 
-def product_in_parts(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int
+def _product_in_parts(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Exchange,
+    size: int,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """x @ w.T + bias as [R, rows, cols]: the part for each rank is contiguous.
 
@@ -175,9 +212,12 @@ def product_in_parts(
     """
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     if how.scatter_dim == 0:
-        return _multiply(x, w, bias, None).view(size, rows, cols)
+        flat = None if out is None else out.view(size * rows, cols)
+        return _multiply(x, w, bias, flat).view(size, rows, cols)
     xs, ws = x.expand(size, *x.shape), w.view(size, cols, w.shape[1]).transpose(1, 2)
-    return torch.bmm(xs, ws) if bias is None else torch.baddbmm(bias.view(size, 1, cols), xs, ws)
+    if bias is None:
+        return torch.bmm(xs, ws, out=out)
+    return torch.baddbmm(bias.view(size, 1, cols), xs, ws, out=out)
 
 
 def all_to_all_matmul(
@@ -188,9 +228,14 @@ def all_to_all_matmul(
     scatter_dim: int,
     gather_dim: int,
     out: torch.Tensor | None = None,
+    exchanged: torch.Tensor | None = None,
+    got: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], w, bias -> (exchanged x @ w.T + bias, the exchanged x)."""
-    exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group)
+    """x [M, K], w, bias -> (exchanged x @ w.T + bias, the exchanged x).
+
+    ``out`` and ``exchanged`` get the results, if given; ``got``: as for :func:`exchange_parts`.
+    """
+    exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group, exchanged, got)
     return _multiply(exchanged, w, bias, out), exchanged
 
 

@@ -13,7 +13,6 @@ results. No torch, no triton.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
@@ -21,19 +20,15 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from dataclasses import fields as fields_of
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from tileweave.errors import InputError
-from tileweave.planning.measurements import Measurement
-from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
-from tileweave.planning.table import read_config
+from tileweave.planning.measurements import Measurement, read_measurements, write_measurements
+from tileweave.planning.problem import Problem
 
 FORMAT = 1
 _LOCK_SECONDS = 20.0
-_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _CLEAR = "tileweave tune --clear, then tune again"
 
 
@@ -55,22 +50,6 @@ class Key:
         digest = zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
         name = re.sub(r"[^A-Za-z0-9]+", "-", self.gpu).strip("-") or "device"
         return f"{name}-x{self.world_size}-{digest:08x}.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """The times of one problem, in microseconds, by config; None is the unfused path."""
-
-    op: str
-    problem: Problem
-    times: tuple[tuple[MatmulConfig | None, float], ...]
-
-    def time_of(self, config: MatmulConfig | None) -> float | None:
-        return next((us for known, us in self.times if known == config), None)
-
-    @property
-    def measurement(self) -> Measurement:
-        return Measurement(self.op, self.problem, dict(self.times))
 
 
 def folder() -> Path:
@@ -97,31 +76,19 @@ def path_of(key: Key) -> Path:
 # --- Text ---
 
 
-def text_of(key: Key, entries: Iterable[Tuned]) -> str:
+def text_of(key: Key, measured: Iterable[Measurement]) -> str:
     """The content of a file: the same text for the same results."""
-    ordered = sorted(entries, key=lambda e: (e.op, *(str(v) for v in asdict(e.problem).values())))
-    rows = [
-        {
-            "op": entry.op,
-            **{name: getattr(entry.problem, name) for name in _PROBLEM},
-            "times": [
-                {"config": None if config is None else _fields(config), "us": us}
-                for config, us in entry.times
-            ],
-        }
-        for entry in ordered
-    ]
-    return json.dumps({"format": FORMAT, "key": asdict(key), "entries": rows}, indent=1) + "\n"
+    ordered = sorted(measured, key=lambda one: (one.op, one.problem.dtype, _sizes(one.problem)))
+    ops = dict.fromkeys(one.op for one in ordered)
+    parts = ",\n".join(write_measurements(op, ordered).rstrip() for op in ops)
+    return f'{{"format": {FORMAT},\n"key": {json.dumps(asdict(key))},\n"measured": [\n{parts}]}}\n'
 
 
-_PROBLEM = tuple(field.name for field in fields_of(Problem))
+def _sizes(p: Problem) -> tuple[int, ...]:
+    return p.world_size, p.rows, p.cols, p.depth
 
 
-def _fields(config: MatmulConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields_of(MatmulConfig)}
-
-
-def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Tuned, ...]]:
+def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Measurement, ...]]:
     """The key and the results in ``text``, after a check of all fields.
 
     where : the name of the text in errors.
@@ -131,22 +98,26 @@ def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Tun
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _broken(where, f"which is not JSON ({error})") from None
-    if not isinstance(data, dict) or set(data) != {"format", "key", "entries"}:
-        raise _broken(where, "without format, key and entries")
+    if not isinstance(data, dict) or set(data) != {"format", "key", "measured"}:
+        raise _broken(where, "without format, key and measured")
     if data["format"] != FORMAT:
         raise _broken(where, f"of format {data['format']!r}, not {FORMAT}")
     found = _key(data["key"], where)
     if key is not None and found != key:
         raise _broken(where, f"of {found}, not of {key}")
-    if not isinstance(data["entries"], list):
-        raise _broken(where, "whose entries are no list")
-    entries = tuple(
-        _entry(raw, found.world_size, f"{where}, entry {number}")
-        for number, raw in enumerate(data["entries"])
-    )
-    if len({(entry.op, entry.problem) for entry in entries}) < len(entries):
-        raise _broken(where, "with a problem twice")
-    return found, entries
+    if not isinstance(data["measured"], list):
+        raise _broken(where, "whose measurements are no list")
+    measured: dict[tuple[str, Problem], Measurement] = {}
+    for part in data["measured"]:
+        try:
+            several = read_measurements(json.dumps(part), "of one operator")
+        except InputError as error:
+            raise _broken(where, f"with parts that are wrong ({error})") from None
+        for one in several:
+            if one.problem.world_size != found.world_size or (one.op, one.problem) in measured:
+                raise _broken(where, f"with {one.problem} of other ranks, or twice")
+            measured[one.op, one.problem] = one
+    return found, tuple(measured.values())
 
 
 def _broken(where: str, what: str) -> InputError:
@@ -157,7 +128,7 @@ def _broken(where: str, what: str) -> InputError:
 
 
 def _key(raw: object, where: str) -> Key:
-    names = {field.name for field in fields_of(Key)}
+    names = {field.name for field in fields(Key)}
     if not isinstance(raw, dict) or set(raw) != names:
         raise _broken(where, f"whose key is not of {', '.join(sorted(names))}")
     for name, value in raw.items():
@@ -167,49 +138,10 @@ def _key(raw: object, where: str) -> Key:
     return Key(**raw)
 
 
-def _entry(raw: object, world_size: int, where: str) -> Tuned:
-    if not isinstance(raw, dict) or set(raw) != {"op", "times", *_PROBLEM}:
-        raise _broken(where, f"which has not op, times, {', '.join(_PROBLEM)}")
-    sizes = {name: raw[name] for name in ("rows", "cols", "depth")}
-    for name, value in sizes.items():
-        if type(value) is not int or not 0 < value < 2**31:
-            raise _broken(where, f"with {name} = {value!r}")
-    fits = raw["world_size"] == world_size and world_size in FUSED_WORLD_SIZES
-    if type(raw["world_size"]) is not int or not fits:
-        raise _broken(where, f"with world_size = {raw['world_size']!r}")
-    if not isinstance(raw["op"], str) or not raw["op"].isidentifier():
-        raise _broken(where, f"with op = {raw['op']!r}")
-    known = isinstance(raw["dtype"], str) and type(raw["itemsize"]) is int
-    if not known or raw["itemsize"] != _ITEMSIZES.get(raw["dtype"]):
-        raise _broken(where, f"with {raw['itemsize']!r} bytes per {raw['dtype']!r}")
-    times = raw["times"]
-    if not isinstance(times, list) or not times:
-        raise _broken(where, "without times")
-    found = tuple(_time(time, where) for time in times)
-    configs = [config for config, _ in found]
-    if None not in configs or len(set(configs)) < len(configs):
-        raise _broken(where, "without one time of the unfused path, or with a config twice")
-    return Tuned(raw["op"], Problem(**{name: raw[name] for name in _PROBLEM}), found)
-
-
-def _time(raw: object, where: str) -> tuple[MatmulConfig | None, float]:
-    if not isinstance(raw, dict) or set(raw) != {"config", "us"}:
-        raise _broken(where, "with a time that is not of config and us")
-    us = raw["us"]
-    if type(us) not in (int, float) or not 0 < us < math.inf:
-        raise _broken(where, f"with us = {us!r}")
-    if raw["config"] is None:
-        return None, float(us)
-    try:
-        return read_config(raw["config"], where), float(us)
-    except InputError as error:
-        raise _broken(where, f"with a config that no kernel has ({error})") from None
-
-
 # --- Files ---
 
 
-def read(path: Path, key: Key | None = None) -> tuple[Key | None, tuple[Tuned, ...]]:
+def read(path: Path, key: Key | None = None) -> tuple[Key | None, tuple[Measurement, ...]]:
     """The key and the results in a file; None and () if there is no file."""
     try:
         text = path.read_text("utf-8")
@@ -240,14 +172,17 @@ def require_writable(key: Key) -> None:
         read(path, key)
 
 
-def merge(key: Key, entries: Iterable[Tuned]) -> Path:
+def merge(key: Key, measured: Iterable[Measurement]) -> Path:
     """Add results to the file of ``key``. They replace earlier ones of the same problems."""
     path = path_of(key)
     with _locked(path):
-        known = {(entry.op, entry.problem): entry for entry in read(path, key)[1]}
-        known |= {(entry.op, entry.problem): entry for entry in entries}
-        _replace(path, text_of(key, known.values()))
+        _replace(path, text_of(key, merged(read(path, key)[1], measured)))
     return path
+
+
+def merged(*several: Iterable[Measurement]) -> list[Measurement]:
+    """All measurements; later ones of a problem replace earlier ones."""
+    return list({(one.op, one.problem): one for each in several for one in each}.values())
 
 
 def _replace(path: Path, text: str) -> None:

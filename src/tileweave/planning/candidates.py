@@ -5,10 +5,11 @@ This is the only statement of which kernel takes which sizes. No torch, no trito
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.chunks import fits_chunks
 
 
 def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
@@ -59,6 +60,11 @@ _REDUCE = (
     _launch(64),
     _launch(128, 4),
     *_LARGE_BLOCKS,
+    replace(_launch(64, 4), shots=1),
+    *(
+        replace(_uncut(_WIDE, slices), row_chunks=chunks)
+        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
+    ),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -82,13 +88,32 @@ _EXCHANGE_BEFORE = (
     _FLAT,
     _SMALL,
 )
-_HOPPER = {
-    "all_gather_matmul": _GATHER,
-    "matmul_reduce_scatter": _SCATTER,
-    "matmul_all_reduce": _REDUCE,
-    "matmul_all_to_all": _EXCHANGE_AFTER,
-    "all_to_all_matmul": _EXCHANGE_BEFORE,
-}
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulOperator:
+    """What the planner knows about one operator.
+
+    collective : what its unfused path communicates by.
+    purpose : what it does with shards, for the reasons that plans give.
+    configs : its candidates on Hopper.
+    """
+
+    name: str
+    collective: str
+    purpose: str
+    configs: tuple[MatmulConfig, ...]
+
+
+_PLANNED = (
+    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER),
+    MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE),
+    MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
+    MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
+)
+PLANNED = {one.name: one for one in _PLANNED}
+TUNABLE = tuple(PLANNED)  # operators with candidates
 
 
 # Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
@@ -109,7 +134,7 @@ def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
     )
 
 
-_PORTABLE = {op: _portable(configs) for op, configs in _HOPPER.items()}
+_PORTABLE = {name: _portable(one.configs) for name, one in PLANNED.items()}
 
 
 def _interpreted(op: str) -> tuple[MatmulConfig, ...]:
@@ -129,7 +154,7 @@ def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...
     elif p.dtype == "float32":
         known = ()  # not a tensor-core dtype
     else:
-        known = (_HOPPER if machine.hopper else _PORTABLE)[op]
+        known = PLANNED[op].configs if machine.hopper else _PORTABLE[op]
     return tuple(config for config in known if can_run(op, config, p, machine))
 
 
@@ -139,9 +164,13 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
-    if op == "matmul_all_reduce" and c.kernel != "library" and p.rows > c.tile_m:
-        return False
-    if op != "matmul_all_reduce" and not c.fits_rows(p.rows):
+    if op == "matmul_all_reduce":
+        in_chunks = c.kernel != "library" and c.transport == "copy_engine"
+        if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
+            return False
+        if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
+            return False
+    elif not c.fits_rows(p.rows):
         return False
     if machine.backend == "cpu":
         return True
@@ -149,6 +178,6 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
         return False
     if p.depth * p.itemsize % 16:
         return False  # rows of K are no multiple of 16 bytes, which the copy hardware needs
-    if p.cols * p.itemsize % 16 and (c.kernel == "library" or op == "matmul_all_to_all"):
-        return False  # cuBLAS takes 2 to 3 times as long; tiles of an exchange leave by TMA
-    return op != "all_to_all_matmul" or c.kernel == "library" or p.depth % c.tile_k == 0
+    # where rows of a result are not, cuBLAS takes 2 to 3 times as long; tiles of an exchange leave
+    # by TMA
+    return p.cols * p.itemsize % 16 == 0 or not (c.kernel == "library" or op == "matmul_all_to_all")

@@ -17,7 +17,7 @@ from tileweave.planning.candidates import candidates
 from tileweave.planning.costs import Costs, data_sheet, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.measurements import Measurement, packaged
-from tileweave.planning.predict import seconds
+from tileweave.planning.predict import host_seconds, seconds
 from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
@@ -67,7 +67,8 @@ class Planner:
             weights += weight
             total += weight * point.log_ratio
         total += _FAR * self._medians.get(config, 0.0)
-        return round(self.closed_form(p, config) * math.exp(total / (weights + _FAR)), 9)
+        device = self.closed_form(p, config) * math.exp(total / (weights + _FAR))
+        return round(max(device, host_seconds(config, p.world_size)), 9)
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first."""

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
-COLLECTIVE = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_to_all": "all_to_all",
-    "all_to_all_matmul": "all_to_all",
-}
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -58,13 +52,21 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     if c is None:
         whole = w.nbytes * p.world_size / (p.world_size - 1)
         return _cublas(w.m, w.n, w.k, p, costs) + costs.nccl(
-            COLLECTIVE[op], p.world_size, whole, link_rate
+            PLANNED[op].collective, p.world_size, whole, link_rate
         )
     if c.kernel == "library" and c.transport == "sm":
         return _launch_and_cublas(p, w, costs, link_rate)
     if c.kernel == "library":
         return _cublas_per_shard(p, w, costs, link_rate)
     return _fused(op, p, w, c, costs, link_rate)
+
+
+def host_seconds(c: MatmulConfig | None, world_size: int) -> float:
+    """Host time of an eager call, where it is longer than that of the unfused path: no such call is
+    faster. Each shard of cuBLAS takes two launches, each chunk of an all-reduce three."""
+    if c is None or c.transport == "sm":
+        return 0.0
+    return 80e-6 * max(c.row_chunks, world_size if c.kernel == "library" else 0)
 
 
 def _cublas(m: int, n: int, k: int, p: Problem, costs: Costs) -> float:

@@ -56,7 +56,11 @@ class MatmulConfig(_CachedHash):
     team : programs that share columns of w in the tiles that are cut along K.
     own_first : compute the own shard alone before the bands; otherwise it is in the first band.
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
-        rank sums its part and sends the result to the others.
+        rank sums its part and sends the result to the others, which is fewer bytes from three ranks
+        on.
+    row_chunks : of an all-reduce whose kernel is that of a reduce-scatter (``"copy_engine"``): the
+        result is made in at most so many chunks of rows, of which one is gathered while the next
+        one is multiplied.
     """
 
     kernel: KernelName
@@ -75,6 +79,7 @@ class MatmulConfig(_CachedHash):
     team: int = 1
     own_first: bool = True
     shots: int = 2
+    row_chunks: int = 1
 
     __hash__ = _CachedHash.__hash__
 
@@ -88,7 +93,8 @@ class MatmulConfig(_CachedHash):
         if self.kernel == "library" and self.transport == "copy_engine":
             return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":
-            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}"
+            shots = ", one shot" if self.shots == 1 else ""
+            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}{shots}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
 

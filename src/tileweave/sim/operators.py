@@ -553,10 +553,9 @@ def exchange_matmul_config(
     """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
     rows, depth = exchange.part(m, k, world)
 
-    def can_run(c: MatmulConfig) -> bool:
-        return c.fits_rows(rows) and depth % c.tile_k == 0
-
-    return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
+    return nearest(
+        "all_to_all_matmul", world, rows * world, n, depth, lambda c: c.fits_rows(rows), entries
+    ).config
 
 
 def scatter_config(

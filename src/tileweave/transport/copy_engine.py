@@ -21,6 +21,8 @@ from tileweave.transport.interface import Copies, Copy
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
 _MOST_GRAPHS = 128  # per queue
+# of the same copies: pushes of an address before it has a graph of its own, and such addresses
+_OFTEN, _MOST_FIXED = 2, 8
 # CU_STREAM_NON_BLOCKING; a priority above that of torch's own streams
 _NON_BLOCKING, _URGENT = 1, -1
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ compares the difference, so counts may wrap
@@ -157,7 +159,7 @@ class _Graph:
         self._graph, self._ready = ctypes.c_void_p(), ctypes.c_void_p()
         # copies whose source or target is the address that a push gives
         self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []
-        self._given = given
+        self.given = given
         what = "a graph of copies to peers"
         _check_status(self._driver.cuStreamGetCtx(stream, self._context), what)
         _check_status(self._driver.cuGraphCreate(self._graph, 0), what)
@@ -190,7 +192,7 @@ class _Graph:
         return self._add(self._driver.cuGraphAddBatchMemOpNode, before, about)
 
     def _copy(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
-        target, source = copy.ends(self._given)
+        target, source = copy.ends(self.given)
         pitches = {
             f"{end}_pitch": getattr(copy, f"{end}_pitch") or copy.nbytes
             for end in ("source", "target")
@@ -225,14 +227,11 @@ class _Graph:
     def point(self, given: int) -> bool:
         """Change the address that a push gives; False if the driver cannot change it in this
         graph."""
-        if given != self._given:
-            for copy, node, about in self._moving:
-                about.target_device, about.source_device = copy.ends(given)
-                if self._driver.cuGraphExecMemcpyNodeSetParams(
-                    self._ready, node, about, self._context
-                ):
-                    return False
-            self._given = given
+        for copy, node, about in self._moving:
+            about.target_device, about.source_device = copy.ends(given)
+            if self._driver.cuGraphExecMemcpyNodeSetParams(self._ready, node, about, self._context):
+                return False
+        self.given = given
         return True
 
     def launch(self, stream: int) -> None:
@@ -277,6 +276,40 @@ class _SideStream:
             driver().cuStreamDestroy_v2(self.handle)  # what is queued still runs
 
 
+class _Graphs:
+    """The graphs of the same ``copies``: one that is pointed at the address of each push, which
+    takes 4 us per copy of data, and some for addresses that come again often."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies  # kept alive, so that their id is not used again
+        self._pointed: _Graph | None = None
+        self._fixed: dict[int, _Graph] = {}  # by address
+        self._moves: dict[int, int] = {}  # by address: how often the first graph was pointed there
+
+    def __len__(self) -> int:
+        return len(self._fixed) + (self._pointed is not None)
+
+    def find(self, source: int) -> _Graph | None:
+        """The graph that has this address already."""
+        pointed = self._pointed
+        if pointed is not None and pointed.given == source:
+            return pointed
+        return self._fixed.get(source)
+
+    def make(self, source: int, stream: int) -> _Graph:
+        """A graph for an address that none has: made, or pointed there."""
+        if self._pointed is not None:
+            moves = self._moves[source] = self._moves.get(source, 0) + 1
+            if moves > _OFTEN and len(self._fixed) < _MOST_FIXED:
+                found = self._fixed[source] = _Graph(self._copies, stream, source)
+                return found
+            if len(self._moves) > _MOST_GRAPHS:
+                self._moves.clear()
+        if self._pointed is None or not self._pointed.point(source):
+            self._pointed = _Graph(self._copies, stream, source)
+        return self._pointed
+
+
 class CopyEngine:
     """One queue of copies that run concurrently with the current stream. Pushes run in order."""
 
@@ -285,7 +318,8 @@ class CopyEngine:
         self._driver = driver()
         self._lanes = [_SideStream(device)]
         self._forked, self._start = _event(self._lanes[0].stream)
-        self._graphs: dict[tuple[int, int], tuple[Copies, _Graph | None]] = {}
+        # by copies, and by address too if they are pitched
+        self._graphs: dict[tuple[int, int], _Graphs] = {}
 
     def push(
         self,
@@ -311,23 +345,30 @@ class CopyEngine:
 
     def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
         """The graph for copies that repeat; None for new ones. The address of pitched copies
-        cannot be changed, so they have one graph per address."""
+        cannot be changed, so they have a graph per address."""
         if not isinstance(copies, Copies):
             return None
-        # the entry keeps the copies alive, so their id is not used again
-        key = (id(copies), source if copies.pitched else 0)
-        known = self._graphs.pop(key, None)  # inserted again below, as the newest
+        graphs, key = self._graphs, (id(copies), source if copies.pitched else 0)
+        known = graphs.pop(key, None)
         if known is None:
-            # the driver frees a graph that still runs when it has ended
-            if len(self._graphs) == _MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = (copies, None)
+            graphs[key] = _Graphs(copies)
+            self._drop()
             return None
-        graph = known[1]
-        if graph is None or not graph.point(source):
-            graph = _Graph(copies, self._lanes[0].handle, source)
-        self._graphs[key] = (copies, graph)
-        return graph
+        graphs[key] = known  # as the newest
+        found = known.find(source)
+        if found is None:
+            before = len(known)
+            found = known.make(source, self._lanes[0].handle)
+            if len(known) > before:
+                self._drop()
+        return found
+
+    def _drop(self) -> None:
+        """Drop the graphs of the copies that were pushed least recently, if there are too many.
+        The driver frees a graph that still runs when it has ended."""
+        graphs = self._graphs
+        while len(graphs) > _MOST_GRAPHS or sum(map(len, graphs.values())) > _MOST_GRAPHS:
+            del graphs[next(iter(graphs))]
 
     def _fork(self, lanes: int) -> None:
         """Order the side streams after the work queued now."""

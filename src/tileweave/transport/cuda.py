@@ -74,6 +74,8 @@ class LaunchOrder:
         self.stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
         self.end: torch.cuda.Event | None = None  # of the last launch, if it was recorded
+        self._several = False  # streams, so far
+        self._event: torch.cuda.Event | None = None  # recorded again and again
 
     def enter(self, handle: int) -> torch.cuda.Stream:
         """Order what follows on the current stream after the last launch. Returns that stream.
@@ -87,13 +89,19 @@ class LaunchOrder:
         current = torch.cuda.current_stream()
         if self.stream is not None and not torch.cuda.is_current_stream_capturing():
             current.wait_event(end) if end is not None else current.wait_stream(self.stream)
+        self._several = self.stream is not None
         self.stream, self.handle = current, handle
         return current
 
     def leave(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            self.end = torch.cuda.Event()
-            self.end.record()
+        """Record the end of the last launch, so that the next one on another stream waits for no
+        more. Until a second stream is used none is recorded, and that one waits for all of the
+        first."""
+        if self._several and not torch.cuda.is_current_stream_capturing():
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record()
+            self.end = self._event
 
 
 _LAUNCH_ORDERS: dict[int, LaunchOrder] = {}
@@ -103,7 +111,8 @@ def enter_launch_order(device: torch.device) -> None:
     """Order the work queued next on the current stream after our last launch on ``device``, and our
     next launch after that work."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _LAUNCH_ORDERS.setdefault(index, LaunchOrder()).enter(current_handle(index))
+    order = _LAUNCH_ORDERS.get(index) or _LAUNCH_ORDERS.setdefault(index, LaunchOrder())
+    order.enter(current_handle(index))
 
 
 def leave_launch_order(device: torch.device) -> None:

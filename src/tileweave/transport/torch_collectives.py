@@ -1,12 +1,19 @@
-"""torch's collectives under the names of the installed torch (2.13 renamed the flat ones), and what
-ranks agree on before them."""
+"""torch's collectives under the names of the installed torch (2.13 renamed the flat ones), those
+that are queued on the current stream, and what ranks agree on before them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from tileweave.errors import UnsupportedError
 from tileweave.transport.rendezvous import MAPPED, MEMORY, meet, refuse_differences, require_alike
@@ -15,6 +22,47 @@ from tileweave.transport.workspace import REGISTRY
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_flat = dist.all_to_all_single
+
+# The functions of torch.distributed check arguments, log, and look for modes, all in Python: more
+# than half of their host time. Those below call the methods of the group, as these functions do.
+# Sums of all-reduce and reduce-scatter are what options ask for by default.
+_GATHER, _SCATTER, _REDUCE, _EXCHANGE = (
+    AllgatherOptions(),
+    ReduceScatterOptions(),
+    AllreduceOptions(),
+    AllToAllOptions(),
+)
+for _options in (_GATHER, _SCATTER, _REDUCE, _EXCHANGE):
+    _options.asyncOp = False
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Some backends do not order their work with the current stream by themselves."""
+    if work is not None:
+        work.wait()
+
+
+def queue_all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Queue on the current stream: out = the x of all ranks, concatenated. Both contiguous."""
+    _finish(group._allgather_base(out, x, _GATHER))
+
+
+def queue_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Queue on the current stream: out = this rank's part of the sum of x over ranks. Both
+    contiguous."""
+    _finish(group._reduce_scatter_base(out, x, _SCATTER))
+
+
+def queue_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Queue on the current stream: x = its sum over ranks. Contiguous."""
+    _finish(group.allreduce([x], _REDUCE))
+
+
+def queue_all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Queue on the current stream: part p of x to rank p; out = the parts that arrive. Both
+    contiguous; parts are of one size."""
+    _finish(group.alltoall_base(out, x, [], [], _EXCHANGE))
+
 
 _LONGEST = 512  # characters of the text of a rank
 

@@ -146,6 +146,7 @@ class Instance:
         )
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
+        self._scratch: torch.Tensor | None = None
         self._held: list[object] = []  # memory that graphs read and write
         self.slot_table = torch.zeros(0)
         self.slot_bytes = self.num_slots = 0
@@ -235,6 +236,13 @@ class Instance:
             )
         # last: what fails before leaves no slots to a smaller call
         self.slot_bytes, self.num_slots = size, slots
+
+    @torch.inference_mode(False)
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself."""
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
+        return self._scratch[:nbytes]
 
     def keep(self, key: object, value: object) -> None:
         """Put ``value`` into the cache. The cache is emptied first if it is full."""
@@ -383,6 +391,8 @@ class Registry:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
+        # as Workspace.accepted, where there is no workspace: unfused calls need none
+        self._accepted: dict[tuple[str, torch.device], BoundedCache] = {}
         # calls that broke off: whether this rank gave them up for its peers
         self._broken: dict[tuple[str, torch.device], list[bool]] = {}
         # the workspaces and groups of the parent, in a forked process
@@ -419,13 +429,27 @@ class Registry:
     def look_up(self, group_name: str, resolve: Callable[[str], object]) -> None:
         """:meth:`belongs`, unless the last group of this name still exists. That check takes 0.1
         us, to ``resolve`` the name 0.4 us."""
-        if self._groups.get(group_name) not in _world.pg_map:
+        if self.known(group_name) is None:
             self.belongs(group_name, resolve(group_name))
+
+    def known(self, group_name: str) -> Any:
+        """The group of this name, if it was looked up before and still exists. This rank is in
+        it."""
+        group = self._groups.get(group_name)
+        return group if group in _world.pg_map else None
 
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
         """None, too, where ranks did not come to share a ledger: then the next call shares it."""
         found = self._workspaces.get((group_name, device))
         return found if found is not None and found.ledger.opened else None
+
+    def accepted(self, group_name: str, device: torch.device) -> BoundedCache:
+        """The plans of calls whose arguments were checked, by signature, while :meth:`find` finds
+        no workspace."""
+        found = self._accepted.get((group_name, device))
+        if found is None:
+            found = self._accepted[group_name, device] = BoundedCache()
+        return found
 
     def get(
         self, group_name: str, device: torch.device, make: Callable[[], Transport]
@@ -435,6 +459,39 @@ class Registry:
         if found is None:
             found = self._workspaces[key] = Workspace(make())
         return found
+
+    @contextmanager
+    def replaced(
+        self, group_name: str, device: torch.device, workspace: Workspace
+    ) -> Iterator[None]:
+        """Calls of this group on this device use ``workspace``."""
+        key = (group_name, device)
+        before = self._workspaces.get(key)
+        self._workspaces[key] = workspace
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._workspaces[key]
+            else:
+                self._workspaces[key] = before
+
+    @contextmanager
+    def set_aside(self, group_name: str) -> Iterator[None]:
+        """Inside, the group has no workspace: calls make another one, which is closed at the end.
+        Then it has its own again, with the memory that graphs read and write."""
+        kept = {key: one for key, one in self._workspaces.items() if key[0] == group_name}
+        broken = {key: calls for key, calls in self._broken.items() if key[0] == group_name}
+        for key in kept:
+            del self._workspaces[key]
+        try:
+            yield
+        finally:
+            self.close(group_name)
+            for workspace in kept.values():
+                workspace.accepted.clear()  # plans may have changed
+            self._workspaces.update(kept)
+            self._broken.update(broken)
 
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
@@ -470,6 +527,8 @@ class Registry:
             self._workspaces.pop(key).close()
         for key in [k for k in self._broken if group_name in (None, k[0])]:
             del self._broken[key]
+        for key in [k for k in self._accepted if group_name in (None, k[0])]:
+            del self._accepted[key]
         for name in [name for name in self._groups if group_name in (None, name)]:
             del self._groups[name]
 
@@ -482,6 +541,7 @@ class Registry:
         """Have every call planned anew."""
         for workspace in self._workspaces.values():
             workspace.accepted.clear()
+        self._accepted.clear()
 
     def synchronize(self, group_name: str | None = None) -> None:
         for key, workspace in self._workspaces.items():

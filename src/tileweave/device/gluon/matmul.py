@@ -41,6 +41,12 @@ class Ring(NamedTuple):
     ready: Any
 
 
+@gluon.constexpr_function
+def matrix(shape):
+    """``shape`` of a tile as one of two dimensions; a third is of one element."""
+    return [size for size in shape if size != 1] if len(shape) == 3 else list(shape)
+
+
 @gluon.jit
 def make_ring(
     a_desc,
@@ -51,12 +57,12 @@ def make_ring(
     ARRIVALS: gl.constexpr = 1,
 ):
     """Shared memory of a :class:`Ring`. ``ARRIVALS``: how many arrivals at ``ready[i]`` fill buffer
-    i."""
+    i. ``b_desc``: of two dimensions, or of parts (:func:`load_part`)."""
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
-    b_ring = gl.allocate_shared_memory(
-        b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout
-    )
+    b_tile: gl.constexpr = matrix(b_desc.block_type.shape)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_tile, b_desc.dtype)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_tile, b_layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -93,6 +99,17 @@ def load_expert(desc, expert, cols, depth, col, k, bar, buffer, DEPTH_FIRST: gl.
         load_weight(desc, col, expert * depth + k, bar, buffer, DEPTH_FIRST)
     else:
         load_weight(desc, expert * cols + col, k, bar, buffer, DEPTH_FIRST)
+
+
+@gluon.jit
+def load_part(desc, col, part, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
+    """:func:`load_weight` of a K block of one ``part``, with zeros past its end; ``desc`` is of [N,
+    parts, K], or of [parts, K, N] where ``DEPTH_FIRST``."""
+    tile = buffer.reshape(desc.block_type.shape)
+    if DEPTH_FIRST:
+        load_async(desc, [part, k, col], bar, tile)
+    else:
+        load_async(desc, [col, part, k], bar, tile)
 
 
 @gluon.jit

@@ -56,7 +56,8 @@ def _rows(start, width, pitch, V: gl.constexpr, WARPS: gl.constexpr):
     rows ``pitch`` apart. ``start``, ``width`` and ``pitch``: multiples of 8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     word = start // 8 + gl.arange(0, V, layout=gl.SliceLayout(1, layout))
-    at = (word * 8 // width).to(gl.int64) * pitch + word * 8 % width
+    # the compiler knows of multiples of 16 only
+    at = gl.multiple_of((word * 8 // width).to(gl.int64) * pitch + word * 8 % width, [8])
     return word[:, None] * 8, at[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[
         None, :
     ]

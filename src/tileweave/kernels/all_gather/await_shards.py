@@ -94,21 +94,6 @@ def await_shards_kernel(
         advance(peers, epoch, fault)
 
 
-def await_shards(
-    peers: Peers, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int
-) -> None:
-    """Launch at most ``programs`` programs on the current stream.
-
-    x : the own shard ``[m, K]``.
-
-    whole : this call's slot, ``[R m, K]``.
-    """
-    grid = (min(programs, cdiv(x.numel(), BLOCK)),)
-    await_shards_kernel[grid](
-        x, whole, peers, rank, x.numel(), x.shape[1], world_size, BLOCK, num_warps=8
-    )
-
-
 @triton.jit(do_not_specialize=["source"])
 def await_shard_kernel(peers, source):
     await_source(peers, load_epoch(peers), source * MAX_SLICES)
@@ -133,7 +118,11 @@ def end_gather_kernel(
 
 
 class ShardLaunches(NamedTuple):
-    """Launches on one instance, of one program each, on the current stream.
+    """Launches on one instance for shards of one shape, on the current stream. All but
+    ``await_all`` have one program.
+
+    await_all : called with the own shard ``[m, K]`` and this call's slot ``[R m, K]``: stores the
+        one in the other, and waits for all other shards.
 
     await_shard : called with the rank of a shard: kernels queued later find the shard in the slot.
 
@@ -141,12 +130,21 @@ class ShardLaunches(NamedTuple):
         call ends when all shards have arrived. After a time-out the tensors are NaN.
     """
 
+    await_all: Launcher
     await_shard: Launcher
     end_gather: Launcher
 
 
-def shard_launches(peers: Peers, world_size: int, rank: int) -> ShardLaunches:
-    """The launches of one instance."""
+def shard_launches(
+    peers: Peers, world_size: int, rank: int, shape: Sequence[int], programs: int
+) -> ShardLaunches:
+    """The launches for shards of ``shape`` [m, K], with at most ``programs`` programs."""
+    size, width = shape[0] * shape[1], shape[1]
+
+    def pack_all(x: torch.Tensor, whole: torch.Tensor) -> Call:
+        words = x.data_ptr(), whole.data_ptr()
+        aligned = words[0] % 16 == 0, words[1] % 16 == 0
+        return Call(aligned, words, lambda: {"x": x, "slot": whole})
 
     def pack_wait(source: int) -> Call:
         return Call(None, (source,), lambda: {"source": source})
@@ -159,12 +157,15 @@ def shard_launches(peers: Peers, world_size: int, rank: int) -> ShardLaunches:
             *(at % 16 == 0 for at in words[:2]),
             *(size < 2**31 for size in words[2:]),
         )
-        sizes = {"size": words[2], "more_size": words[3]}
-        return Call(variant, words, lambda: {"out": out, "more": more, **sizes})
+        numbers = {"size": words[2], "more_size": words[3]}
+        return Call(variant, words, lambda: {"out": out, "more": more, **numbers})
 
     fixed = {"peers": peers, "rank": rank, "WORLD_SIZE": world_size, "BLOCK": BLOCK}
     changing = ("out", "more", "size", "more_size")
+    count = min(programs, cdiv(size, BLOCK))
+    sizes = {**fixed, "size": size, "width": width}
     return ShardLaunches(
+        Launcher(await_shards_kernel, count, sizes, pack_all, ("x", "slot"), num_warps=8),
         Launcher(await_shard_kernel, 1, {"peers": peers}, pack_wait, ("source",), num_warps=1),
         Launcher(end_gather_kernel, 1, fixed, pack_end, changing, num_warps=8),
     )

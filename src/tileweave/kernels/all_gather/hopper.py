@@ -17,9 +17,8 @@ hold here. What differs:
   of ``out`` are at multiples of 16 bytes; else they are plain masked stores. No signal follows
   them.
 
-Limits: 2 bytes per element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16
-bytes; ``GATHER_K``: the depth of a part is a multiple of ``tile_k``, which ``planning/matmul.py``
-ensures.
+Limits: 2 bytes per element; rows of x, of parts and of w (or columns of w, ``DEPTH_FIRST``) at
+multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -105,6 +104,8 @@ class Choices(NamedTuple):
     HALVES : in how many halves a tile is stored: 2 where its image in shared memory would be too
     large.
 
+    RAGGED : parts side by side whose depth is no multiple of ``TILE_K``.
+
     OUT_TMA : TMA can store rows of ``out``.
     """
 
@@ -125,6 +126,7 @@ class Choices(NamedTuple):
     EXCHANGE: bool
     GATHER_K: bool
     DEPTH_FIRST: bool
+    RAGGED: bool
     HAS_BIAS: bool = False
     GATHERED: bool = False
     OUT_TMA: bool = False
@@ -367,6 +369,8 @@ def launcher(
     # elements that the move partition has in flight: 32 per thread
     block = 4096 if c.num_warps == 4 else 2048
     halves = 2 if c.tile_n == 256 else 1
+    ragged = parts.side_by_side and parts.depth % c.tile_k != 0
+    depth_w, parts_w = (parts.depth, parts.world_size) if ragged else (s.depth, 1)
     choices = Choices(
         WORLD_SIZE=parts.world_size,
         NUM_SLICES=slices,
@@ -386,6 +390,7 @@ def launcher(
         EXCHANGE=parts.exchange,
         GATHER_K=parts.side_by_side,
         DEPTH_FIRST=lines(strides_w)[1],
+        RAGGED=ragged,
     )
     slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
     base, row_tile = peers.slots.data_ptr(), [c.tile_m, c.tile_k]
@@ -399,7 +404,7 @@ def launcher(
     out_shape = [s.rows * s.world_size, s.cols] if pitch_fits else [s.rows, s.depth]
     descriptors = (
         descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile),
-        weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
+        weight(base, dtype, s.cols, depth_w, strides_w, [c.tile_n, c.tile_k], parts_w),
         descriptor(base, dtype, out_shape, out_shape[1], [c.tile_m, c.tile_n // halves]),
     )
     fixed = {

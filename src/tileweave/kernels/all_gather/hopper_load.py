@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from tileweave.device.gluon import signal
 from tileweave.device.gluon.matmul import (
     claim,
+    load_part,
     load_slot,
     load_weight,
     place,
@@ -181,14 +182,25 @@ def load_sources(
         source = (rank + C.WORLD_SIZE - step) % C.WORLD_SIZE
         k = block % blocks * C.TILE_K
         at = claim(ring, turn, block_bytes, C.STAGES)
-        load_weight(
-            operands.w,
-            unit.col * C.TILE_N,
-            source * blocks * C.TILE_K + k,
-            ring.ready.index(at),
-            ring.b.index(at),
-            C.DEPTH_FIRST,
-        )
+        if C.RAGGED:
+            load_part(
+                operands.w,
+                unit.col * C.TILE_N,
+                source,
+                k,
+                ring.ready.index(at),
+                ring.b.index(at),
+                C.DEPTH_FIRST,
+            )
+        else:
+            load_weight(
+                operands.w,
+                unit.col * C.TILE_N,
+                source * blocks * C.TILE_K + k,
+                ring.ready.index(at),
+                ring.b.index(at),
+                C.DEPTH_FIRST,
+            )
         if ((arrived >> source) & 1) == 0:
             signal.spin(
                 signals,

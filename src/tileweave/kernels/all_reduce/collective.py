@@ -1,22 +1,25 @@
-"""exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of a finished product, in one
-launch that follows cuBLAS.
+"""exchange: an all-gather, or a reduce-scatter or all-reduce of a finished product, in one launch
+before or after cuBLAS.
 
-    x     local: the own shard (all-gather), or all R shards in a row
+    x     local: the own shard (all-gather), or all R shards
     out   local: all R shards; of a reduce-scatter the own one
-    slot  one of two, by parity of the epoch: [R-1, size] partial sums of the own shard, or finished
-          shards of the peers; an all-reduce has both, in that order. Index i belongs to the i-th
-          peer in order of ranks
+    slot  one of two, by parity of the epoch: [R-1, shard] partial sums of the own shard, or
+          finished shards of the peers; an all-reduce has both, in that order. Index i belongs to
+          the i-th peer in order of ranks
 
-A shard is ``size`` consecutive elements. Those of an all-reduce may begin inside a row of x, and
-the last ones may be shorter, or empty.
+A shard is a rectangle of rows and columns (:class:`Shards`): of an all-reduce some columns of all
+rows, of which the last shard may have fewer, or none. Programs take blocks of it.
 
 Which rank writes, and which reads: a program has the same blocks of every shard. ``REDUCE``: it
 stores its blocks of a peer's shard in that peer's slot. Of the own shard it takes what peers
 stored, adds it to its own in fp32, in order of ranks, then bias and residual if there are any, and
 rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes
-theirs. Both are an all-reduce. Neither is an all-to-all: blocks of a peer's shard go to that peer,
-and what peers stored for this rank is taken as it is. There is no signal and no fence: the data is
-self-signaling (``device/triton/self_signaling.py``).
+theirs. Both are an all-reduce. There is no signal and no fence: the data is self-signaling
+(``device/triton/self_signaling.py``).
+
+``ONE_SHOT``, with ``REDUCE``, is an all-reduce, too: every rank has the whole for its shard. All
+ranks add in order of ranks, so that they have the same bits; from three ranks on the own partial
+sums take that order through a place in the own slot, [R, shard].
 
     program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store own blocks; GATHER: push
     them
@@ -70,21 +73,59 @@ class Tensors(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """Elements of a shard, of all shards, and of a row (for the bias)."""
+    """Where the shards of ranks are.
 
-    size: Any
-    total: Any
+    rows, cols : of a shard.
+    width : columns of x and of the result, elements from row to row.
+    col_step : columns from one rank's shard to the next one's; 0 where each has all.
+    x_step, out_step : elements from shard to shard in x, and in the result and a residual.
+    """
+
+    rows: Any
     cols: Any
+    width: Any
+    col_step: Any
+    x_step: Any
+    out_step: Any
+
+    @classmethod
+    def in_a_row(cls, size: int) -> Shards:
+        """``size`` consecutive elements each; x is the own shard."""
+        return cls(1, size, size, 0, 0, size)
+
+    @classmethod
+    def of_rows(cls, rows: int, cols: int) -> Shards:
+        """Of a matrix [R * rows, cols]: the result is the own rows."""
+        return cls(rows, cols, cols, 0, rows * cols, 0)
+
+    @classmethod
+    def of_columns(cls, rows: int, cols: int, world_size: int) -> Shards:
+        """Of a matrix [rows, cols]: each rank has some of the columns, the result is all."""
+        own = cdiv(cdiv(cols, world_size), ALIGN) * ALIGN
+        return cls(rows, own, cols, own, own, own)
+
+    @classmethod
+    def of_all(cls, rows: int, cols: int) -> Shards:
+        """A matrix [rows, cols] that is the shard of every rank: for one shot."""
+        return cls(rows, cols, cols, 0, 0, 0)
 
 
 class Choices(NamedTuple):
-    """Decided when the kernel is compiled. ``PEERS``: a power of two, at least R - 1."""
+    """Decided when the kernel is compiled.
+
+    PEERS : a power of two, at least R - 1.
+    ROWS, COLS : of a block.
+    OWN_PLACE : the own partial sums go through the own slot.
+    """
 
     WORLD_SIZE: int
     PEERS: int
-    BLOCK: int
+    ROWS: int
+    COLS: int
     REDUCE: bool
     GATHER: bool
+    ONE_SHOT: bool = False
+    OWN_PLACE: bool = False
     HAS_BIAS: bool = False
     HAS_RESIDUAL: bool = False
 
@@ -96,26 +137,40 @@ def place_of(source, reader):
 
 
 @triton.jit
+def block_of(number, lane, shards, C: tl.constexpr):
+    """Rows and columns of the elements of a block."""
+    ROWS: tl.constexpr = C.ROWS
+    COLS: tl.constexpr = C.COLS
+    across = tl.cdiv(shards.cols, COLS)
+    row = (number // across) * ROWS + lane // COLS
+    return row, (number % across) * COLS + lane % COLS
+
+
+@triton.jit
+def inside(row, col, source, shards):
+    """Whether an element is in the shard of ``source``."""
+    return (
+        (row < shards.rows) & (col < shards.cols) & (source * shards.col_step + col < shards.width)
+    )
+
+
+@triton.jit
 def push_partials(
-    x,
-    peers,
-    slot_offset,
-    at,
-    shards,
-    rank,
-    fault,
-    WORLD_SIZE: tl.constexpr,
-    dtype: tl.constexpr,
+    x, peers, slot_offset, row, col, shards, rank, fault, C: tl.constexpr, dtype: tl.constexpr
 ):
-    """Elements ``at`` of every peer's shard into that peer's slot. ``fault``: as it was when the
-    kernel began; then none are sent."""
-    for i in tl.static_range(1, WORLD_SIZE):
+    """Elements of every peer's shard into that peer's slot. ``fault``: as it was when the kernel
+    began; then none are sent."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    FIRST: tl.constexpr = 0 if C.OWN_PLACE else 1
+    size = tl.cast(shards.rows, tl.int64) * shards.cols
+    for i in tl.static_range(FIRST, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
-        begin = owner.to(tl.int64) * shards.size
-        mask = (at < tl.where(fault == 0, shards.size, 0)) & (begin + at < shards.total)
-        value = tl.load(x + begin + at, mask=mask)
+        mask = inside(row, col, owner, shards) & (row < tl.where(fault == 0, shards.rows, 0))
+        begin = owner.to(tl.int64) * shards.x_step
+        value = tl.load(x + begin + row.to(tl.int64) * shards.width + col, mask=mask)
         slot = slots_at(peers, owner, dtype) + slot_offset
-        put_marked(slot + place_of(rank, owner) * shards.size + at, value, mask)
+        place = rank.to(tl.int64) if C.OWN_PLACE else place_of(rank, owner)
+        put_marked(slot + place * size + row * shards.cols + col, value, mask)
 
 
 @triton.jit
@@ -127,89 +182,118 @@ def push_finished(value, peers, slot_offset, at, mask, size, rank, WORLD_SIZE: t
         put_marked(slot + place_of(rank, peer) * size + at, value, mask)
 
 
+@triton.jit
+def reduced(
+    tensors, peers, slot_offset, row, col, mask, shards, rank, unit, epoch, C: tl.constexpr
+):
+    """Elements of the own shard, summed over ranks, with bias and residual; in fp32."""
+    x, own = tensors.x, rank.to(tl.int64)
+    BLOCK: tl.constexpr = C.ROWS * C.COLS
+    PLACES: tl.constexpr = C.WORLD_SIZE if C.OWN_PLACE else C.WORLD_SIZE - 1
+    if C.OWN_PLACE:
+        acc = tl.zeros((BLOCK,), tl.float32)
+        skip = PLACES
+    else:
+        begin = x + own * shards.x_step + row.to(tl.int64) * shards.width
+        acc = tl.load(begin + col, mask=mask, other=0.0).to(tl.float32)
+        skip = rank
+    acc = take_marked(
+        peers,
+        acc[None, :],
+        peers.slots + slot_offset + (row * shards.cols + col)[None, :],
+        tl.cast(shards.rows, tl.int64) * shards.cols,
+        mask[None, :],
+        0,
+        skip,
+        unit,
+        epoch,
+        PLACES,
+    )
+    acc = tl.reshape(acc, (BLOCK,))
+    if C.HAS_BIAS:
+        bias = tensors.bias + own * shards.col_step
+        acc += tl.load(bias + col, mask=mask, other=0.0).to(tl.float32)
+    if C.HAS_RESIDUAL:
+        residual = tensors.residual + own * shards.out_step + row.to(tl.int64) * shards.width
+        acc += tl.load(residual + col, mask=mask, other=0.0).to(tl.float32)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rank"])
 def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
     """See the module's docstring."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
-    BLOCK: tl.constexpr = C.BLOCK
+    ROWS: tl.constexpr = C.ROWS
+    COLS: tl.constexpr = C.COLS
     PEERS: tl.constexpr = C.PEERS
-    SCATTER: tl.constexpr = C.REDUCE or not C.GATHER  # x has all shards
-    EACH: tl.constexpr = C.GATHER or not C.REDUCE  # out has
-    x, out, size = tensors.x, tensors.out, shards.size
-    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    PLACES: tl.constexpr = WORLD_SIZE if C.OWN_PLACE else WORLD_SIZE - 1
+    x, out = tensors.x, tensors.out
+    program, step = tl.program_id(0), tl.num_programs(0)
+    blocks = tl.cdiv(shards.rows, ROWS) * tl.cdiv(shards.cols, COLS)
+    size = tl.cast(shards.rows, tl.int64) * shards.cols
     epoch = load_epoch(peers)
     # of an earlier call: then nothing is pushed, see ``one_shot.exchange``
     fault = faulted(peers)
     slot_offset = (epoch & 1).to(tl.int64) * peers.slot_size
-    finished = slot_offset + (WORLD_SIZE - 1) * size if C.REDUCE else slot_offset
+    finished = slot_offset + PLACES * size if C.REDUCE else slot_offset
     dtype: tl.constexpr = x.dtype.element_ty
-    own = tl.cast(rank, tl.int64) * size
-    lane = tl.arange(0, BLOCK)
-    if SCATTER:
-        for begin in range(program * BLOCK, size, step):
-            push_partials(
-                x, peers, slot_offset, begin + lane, shards, rank, fault, WORLD_SIZE, dtype
-            )
-        leave_early(peers, epoch, tl.num_programs(0))
-    for begin in range(program * BLOCK, size, step):
-        at = begin + lane
-        mask = (at < size) & (own + at < shards.total)
+    own = rank.to(tl.int64)
+    lane = tl.arange(0, ROWS * COLS)
+    if C.REDUCE:
+        for number in range(program, blocks, step):
+            row, col = block_of(number, lane, shards, C)
+            push_partials(x, peers, slot_offset, row, col, shards, rank, fault, C, dtype)
+        leave_early(peers, epoch, step)
+    for number in range(program, blocks, step):
+        row, col = block_of(number, lane, shards, C)
+        mask = inside(row, col, rank, shards)
         if C.REDUCE:
-            acc = tl.load(x + own + at, mask=mask, other=0.0).to(tl.float32)
-            parts = peers.slots + slot_offset + at[None, :]
-            acc = take_marked(
-                peers,
-                acc[None, :],
-                parts,
-                size,
-                mask[None, :],
-                0,
-                rank,
-                begin // BLOCK,
-                epoch,
-                WORLD_SIZE - 1,
+            acc = reduced(
+                tensors, peers, slot_offset, row, col, mask, shards, rank, number, epoch, C
             )
-            acc = tl.reshape(acc, (BLOCK,))
-            if C.HAS_BIAS:
-                bias = tl.load(tensors.bias + (own + at) % shards.cols, mask=mask, other=0.0)
-                acc += bias.to(tl.float32)
-            if C.HAS_RESIDUAL:
-                acc += tl.load(tensors.residual + own + at, mask=mask, other=0.0).to(tl.float32)
             value = acc.to(dtype)
-        elif SCATTER:
-            value = tl.load(x + own + at, mask=mask)
         else:
-            value = tl.load(x + at, mask=mask)
-        if EACH:
+            value = tl.load(x + row.to(tl.int64) * shards.width + col, mask=mask)
+        if C.GATHER or C.ONE_SHOT:
             value = expected_zero(value)
         if C.GATHER:
-            sent = mask & (at < tl.where(fault == 0, size, 0))
+            sent = mask & (row < tl.where(fault == 0, shards.rows, 0))
+            at = row * shards.cols + col
             push_finished(value, peers, finished, at, sent, size, rank, WORLD_SIZE)
-        if EACH:
-            tl.store(out + own + at, value, mask=mask)
-        else:
-            tl.store(out + at, value, mask=mask)
-    if EACH:
-        if not SCATTER:
-            leave_early(peers, epoch, tl.num_programs(0))
-        peer = tl.arange(0, PEERS)
-        source = (peer + (peer >= rank).to(tl.int32)).to(tl.int64)[:, None] * size
-        for begin in range(program * BLOCK, size, step):
-            at = (begin + lane)[None, :]
-            mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < shards.total)
-            pointers = peers.slots + finished + peer.to(tl.int64)[:, None] * size + at
-            value = take_each(peers, pointers, mask, rank, begin // BLOCK, epoch)
-            tl.store(out + source + at, expected_zero(value), mask=mask)
+        target = out + own * shards.out_step + row.to(tl.int64) * shards.width
+        tl.store(target + col, value, mask=mask)
+    if C.GATHER:
+        if not C.REDUCE:
+            leave_early(peers, epoch, step)
+        peer = tl.arange(0, PEERS)[:, None]
+        source = peer + (peer >= rank).to(tl.int32)
+        for number in range(program, blocks, step):
+            row, col = block_of(number, lane, shards, C)
+            row, col = row[None, :], col[None, :]
+            mask = (peer < WORLD_SIZE - 1) & inside(row, col, source, shards)
+            pointers = peers.slots + finished + peer.to(tl.int64) * size + row * shards.cols + col
+            value = take_each(peers, pointers, mask, rank, number, epoch)
+            target = out + source.to(tl.int64) * shards.out_step
+            target += row.to(tl.int64) * shards.width + col
+            tl.store(target, expected_zero(value), mask=mask)
 
 
 WORDS = tuple(f"tensors.{name}" for name in Tensors._fields)  # what changes between launches
 WARPS = 8  # of all programs of an all-reduce on a multiprocessor, about
-ALIGN = 8  # elements: where a shard of an all-reduce may begin
+ALIGN = 16  # elements: where a shard of an all-reduce begins
 
 
-def slot_elements(size: int, world_size: int, reduce: bool, gather: bool) -> int:
-    """Elements of a slot for shards of ``size`` elements."""
-    return (world_size - 1) * size * max(1, reduce + gather)
+def slot_elements(
+    shards: Shards, world_size: int, reduce: bool, gather: bool, one_shot: bool = False
+) -> int:
+    """Elements of a slot."""
+    places = (world_size - 1) * max(1, reduce + gather) + _own_place(one_shot, world_size)
+    return places * shards.rows * shards.cols
+
+
+def _own_place(one_shot: bool, world_size: int) -> bool:
+    """Of two numbers the sum does not depend on the order."""
+    return one_shot and world_size > 2
 
 
 def launcher(
@@ -223,10 +307,25 @@ def launcher(
     gather: bool,
 ) -> Launcher:
     """Launches for one shape, called with (x, out, bias or None, residual or None); the caller
-    checks them."""
-    block = config.tile_m * config.tile_n
-    per_sm = max(1, WARPS // config.num_warps) if reduce and gather else 1
-    choices = Choices(world_size, triton.next_power_of_2(world_size - 1), block, reduce, gather)
+    checks them. Blocks have as many elements as the tile of ``config``.
+
+    reduce, gather : what is done; with ``config.shots`` 1 and ``reduce`` alone, for shards
+        :meth:`Shards.of_all`, an all-reduce.
+    """
+    rows = min(config.tile_m, triton.next_power_of_2(shards.rows))
+    cols = config.tile_m * config.tile_n // rows
+    one_shot = reduce and not gather and shards.x_step == 0
+    per_sm = max(1, WARPS // config.num_warps) if reduce and (gather or one_shot) else 1
+    choices = Choices(
+        world_size,
+        triton.next_power_of_2(world_size - 1),
+        rows,
+        cols,
+        reduce,
+        gather,
+        one_shot,
+        _own_place(one_shot, world_size),
+    )
 
     def pack(
         x: torch.Tensor,
@@ -252,6 +351,7 @@ def launcher(
         aligned = [word % 16 == 0 for word in words]
         return Call((bias is None, residual is None, *aligned), words, changing)
 
-    programs = min(num_sms * per_sm, cdiv(shards.size, block))
+    blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
+    programs = min(num_sms * per_sm, blocks)
     fixed = {"peers": peers, "rank": rank, "shards": shards}
     return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)

@@ -59,6 +59,8 @@ from tileweave.device.triton.peers import (
 from tileweave.device.triton.self_signaling import expected_zero, put_marked
 from tileweave.device.triton.signal import PUSHED_US, notify, wait
 from tileweave.errors import require
+from tileweave.kernels.all_reduce.norm import BLOCK as NORM_BLOCK
+from tileweave.kernels.all_reduce.norm import norm_row
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.problem import MatmulConfig
@@ -66,7 +68,6 @@ from tileweave.planning.schedules.gather import cdiv
 
 # Rows of a tile from which on programs leave after the result: earlier was slower (decision 0015).
 AT_THE_END = tl.constexpr(64)
-NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 
 class Tensors(NamedTuple):
@@ -123,26 +124,6 @@ class Choices(NamedTuple):
     HAS_RESIDUAL: bool
     NORM: bool
     NORM_BLOCK: int
-
-
-@triton.jit
-def norm_row(row, y, weight, out, cols, eps, BLOCK: tl.constexpr):
-    """RMSNorm of one row of ``y`` as it was rounded, in fp32."""
-    index = tl.arange(0, BLOCK)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, cols, BLOCK):
-        inside = begin + index < cols
-        rounded = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0)
-        value = rounded.to(tl.float32)
-        squares += value * value
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
-    for begin in range(0, cols, BLOCK):
-        inside = begin + index < cols
-        rounded = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0)
-        value = rounded.to(tl.float32)
-        gain = tl.load(weight + begin + index, mask=inside, other=0.0).to(tl.float32)
-        target = out + row.to(tl.int64) * cols + begin + index
-        tl.store(target, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

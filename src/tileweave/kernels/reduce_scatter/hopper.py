@@ -123,6 +123,8 @@ class Choices(NamedTuple):
 
     WHOLE : TMA stores own tiles. Otherwise, since rows of ``out`` are not at multiples of 16 bytes,
         *multiply* stores them.
+
+    MIRROR : TMA stores own tiles a second time, where peers read them. Only with ``WHOLE``.
     """
 
     WORLD_SIZE: int
@@ -139,6 +141,7 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     WHOLE: bool
     HAS_BIAS: bool = False
+    MIRROR: bool = False
 
 
 @gluon.jit
@@ -328,6 +331,7 @@ def matmul_reduce_scatter_hopper_kernel(
     slot1_desc,
     out_desc,
     staging_desc,
+    mirror_desc,
     tensors,
     peers,
     rank,
@@ -406,6 +410,7 @@ def matmul_reduce_scatter_hopper_kernel(
                     tensors,
                     out_desc,
                     staging_desc,
+                    mirror_desc,
                     boxes,
                     peers,
                     slot,
@@ -425,6 +430,7 @@ def matmul_reduce_scatter_hopper_kernel(
 # What changes between the launches of one shape: words, and the bases of descriptors.
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
+MIRRORED = (*MAPS, "mirror_desc")
 
 
 def choices_of(s: ScatterSchedule, c: MatmulConfig, strides_w: Sequence[int]) -> Choices:
@@ -468,9 +474,11 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
     whole: bool,
+    mirrored: bool = False,
 ) -> Launcher:
     """Launches for one shape, called as those of ``triton.launcher``, for what
-    ``descriptors.fits``. ``whole``: whether TMA can store ``out``."""
+    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``: whether there is a
+    mirror, with the strides of ``out``; only with ``whole`` and copy engines."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
@@ -489,7 +497,8 @@ def launcher(
         slot1_desc = descriptor(base + slot_bytes, dtype, shape, s.pitch, box)
         if whole:
             out_desc = descriptor(base, dtype, [s.rows, s.cols], s.cols, box)
-    descriptors = (x_desc, w_desc, out_desc, staging_desc)
+    descriptors = (x_desc, w_desc, out_desc, staging_desc, *((out_desc,) if mirrored else ()))
+    maps = MIRRORED if mirrored else MAPS
     part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
 
     def pack(
@@ -499,6 +508,7 @@ def launcher(
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
+        mirror: torch.Tensor | None = None,
     ) -> Call:
         partials = out
         if part_elements:
@@ -508,13 +518,15 @@ def launcher(
         stored = base if push or not whole else to
         staged = base if staging is None else staging.data_ptr()
         bases = (x.data_ptr(), w.data_ptr(), stored, staged)
+        if mirror is not None:
+            bases = (*bases, mirror.data_ptr())
 
         def changing() -> dict[str, Any]:
             return {
-                **dict(zip(MAPS, based(descriptors, bases, x.dtype), strict=True)),
+                **dict(zip(maps, based(descriptors, bases, x.dtype), strict=True)),
                 "tensors": Tensors(added, out, partials),
                 "slot": slot,
-                "C": choices._replace(HAS_BIAS=bias is not None),
+                "C": choices._replace(HAS_BIAS=bias is not None, MIRROR=mirrored),
             }
 
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
@@ -523,6 +535,7 @@ def launcher(
     fixed = {
         "slot0_desc": slot0_desc,
         "slot1_desc": slot1_desc,
+        "mirror_desc": unused,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols),
         "part_rows": 0,
@@ -536,7 +549,7 @@ def launcher(
         fixed,
         pack,
         WORDS,
-        MAPS,
+        maps,
         num_warps=c.num_warps,
         maxnreg=168,
     )

@@ -79,6 +79,7 @@ def store_partition(
     tensors,
     out_desc,
     staging_desc,
+    mirror_desc,
     boxes,
     peers,
     slot,
@@ -89,7 +90,7 @@ def store_partition(
     C: gl.constexpr,
 ):
     """One warp: store pieces of peers' tiles from shared memory in ``staging`` and count the tiles;
-    if ``WHOLE``, store pieces of own tiles in ``out``.
+    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``MIRROR`` in the mirror.
 
     The warp of the last program ends the call: it waits for [pushed] and resets the counters to
     zero. A push has none of this. ``EXCHANGE``: ``staging_desc`` is of an own slot; the program
@@ -125,6 +126,12 @@ def store_partition(
                             [row, col * TILE_N + piece * PIECE],
                             boxes.pieces.index(turn % BOXES),
                         )
+                        if C.MIRROR:
+                            store_async(
+                                mirror_desc,
+                                [row, col * TILE_N + piece * PIECE],
+                                boxes.pieces.index(turn % BOXES),
+                            )
                     else:
                         store_async(
                             staging_desc,
@@ -132,7 +139,11 @@ def store_partition(
                             boxes.pieces.index(turn % BOXES),
                         )
                     if piece > 0:
-                        tma.store_wait(1)
+                        # all but the stores of this piece
+                        if C.MIRROR and home == rank:
+                            tma.store_wait(2)
+                        else:
+                            tma.store_wait(1)
                         mbarrier.arrive(boxes.free.index((turn - 1) % BOXES), count=1)
                     turn += 1
                 tma.store_wait(0)

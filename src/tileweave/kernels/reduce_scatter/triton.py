@@ -89,8 +89,8 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 
 
 class Tensors(NamedTuple):
-    """Operands and results of a call; ``bias``, ``staging`` and ``partials`` are any tensor where
-    there is none."""
+    """Operands and results of a call; ``bias``, ``staging``, ``partials`` and ``mirror`` are any
+    tensor where there is none."""
 
     x: Any
     w: Any
@@ -98,6 +98,7 @@ class Tensors(NamedTuple):
     out: Any
     staging: Any
     partials: Any
+    mirror: Any
 
 
 class Sizes(NamedTuple):
@@ -137,6 +138,8 @@ class Choices(NamedTuple):
     EVEN_K : the depth is a multiple of ``TILE_K``.
 
     DEPTH_FIRST : ``w`` is contiguous along N.
+
+    MIRROR : the result is stored a second time, where peers read it.
     """
 
     WORLD_SIZE: int
@@ -150,6 +153,7 @@ class Choices(NamedTuple):
     EVEN_K: bool
     DEPTH_FIRST: bool
     HAS_BIAS: bool = False
+    MIRROR: bool = False
 
 
 @triton.jit
@@ -360,6 +364,8 @@ def matmul_reduce_scatter_kernel(
                     acc += bias.to(tl.float32)[None, :]
                 acc = tl.where(faulted(peers) != 0, float("nan"), acc)
                 store_rows(acc.to(dtype), out, within, col, cols, own)
+                if C.MIRROR:
+                    store_rows(acc.to(dtype), tensors.mirror, within, col, cols, own)
     if not C.PUSH:
         if program == num_programs - 1:
             end_of_copies(peers, counters + num_programs, epoch, WORLD_SIZE)
@@ -377,8 +383,9 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
 ) -> Launcher:
-    """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot); the
-    caller checks them. ``slot``: which one a copy-engine call uses; a push reads it from the epoch.
+    """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
+    or None); the caller checks them. ``slot``: which one a copy-engine call uses; a push reads it
+    from the epoch. ``mirror``: memory of the size of ``out`` that gets the result, too.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -403,19 +410,24 @@ def launcher(
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
+        mirror: torch.Tensor | None = None,
     ) -> Call:
         partials = out
         if part_elements:
             partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
-        added, staged = out if bias is None else bias, out if staging is None else staging
-        tensors = Tensors(x, w, added, out, staged, partials)
+        given = (x, w, bias, out, staging, partials, mirror)
+        tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
         words = [tensor.data_ptr() for tensor in tensors]
 
         def changing() -> dict[str, Any]:
-            chosen = choices._replace(HAS_BIAS=bias is not None)
+            chosen = choices._replace(HAS_BIAS=bias is not None, MIRROR=mirror is not None)
             return {"tensors": tensors, "slot": slot, "C": chosen}
 
-        return Call((bias is None, *(at % 16 == 0 for at in words)), (*words, slot), changing)
+        return Call(
+            (bias is None, mirror is None, *(at % 16 == 0 for at in words)),
+            (*words, slot),
+            changing,
+        )
 
     fixed = {
         "peers": peers,

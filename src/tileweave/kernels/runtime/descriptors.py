@@ -23,11 +23,28 @@ def fits(*tensors: torch.Tensor) -> bool:
 
 
 def weight(
-    address: int, dtype: torch.dtype, cols: int, depth: int, strides: Sequence[int], tile: list[int]
+    address: int,
+    dtype: torch.dtype,
+    cols: int,
+    depth: int,
+    strides: Sequence[int],
+    tile: list[int],
+    parts: int = 1,
 ) -> TensorDescriptor:
     """A weight [cols, depth], loaded by the ``tile`` of those; both the other way round where its
-    lines run along N."""
+    lines run along N.
+
+    ``parts`` > 1: of [cols, parts, depth], a dimension more, so that a tile of one part ends where
+    the part does: TMA fills what is past its end with zeros.
+    """
     stride, depth_first = lines(strides)
+    if parts > 1:
+        (tile_n, tile_k), of_part = tile, depth * stride if depth_first else depth
+        if depth_first:
+            shape, pitches, block = [parts, depth, cols], [of_part, stride], [1, tile_k, tile_n]
+        else:
+            shape, pitches, block = [cols, parts, depth], [stride, of_part], [tile_n, 1, tile_k]
+        return _descriptor(address, dtype, shape, pitches, block)
     if depth_first:
         return descriptor(address, dtype, [depth, cols], stride, tile[::-1])
     return descriptor(address, dtype, [cols, depth], stride, tile)
@@ -48,9 +65,16 @@ def descriptor(
 ) -> TensorDescriptor:
     """A matrix of ``shape`` at ``address``, rows ``stride`` elements apart, loaded or stored by the
     ``tile``."""
+    return _descriptor(address, dtype, shape, [stride], tile)
+
+
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: list[int], strides: list[int], tile: list[int]
+) -> TensorDescriptor:
+    """Of any number of dimensions; the last one is contiguous and not in ``strides``."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
-    return TensorDescriptor(Pointer(address, dtype), shape, [stride, 1], tile, layout)
+    return TensorDescriptor(Pointer(address, dtype), shape, [*strides, 1], tile, layout)
 
 
 def based(

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,6 +143,37 @@ class Call(NamedTuple):
     addresses: Sequence[int] = ()
 
 
+class Planned(NamedTuple):
+    """A launch that was not made; see :func:`collect_launches`."""
+
+    kernel: Any
+    programs: int
+    arguments: Sequence[Any]
+    options: Mapping[str, int]
+
+    def compile(self) -> None:
+        """Compile the kernel for these arguments, if it was not yet."""
+        self.kernel.run(*self.arguments, grid=(self.programs,), warmup=True, **self.options)
+
+
+class _Collecting(threading.local):
+    launches: list[Planned] | None = None
+
+
+_COLLECTING = _Collecting()
+
+
+@contextmanager
+def collect_launches() -> Iterator[list[Planned]]:
+    """Collect what launchers that are made inside would launch from this thread, in place of
+    launching it."""
+    _COLLECTING.launches = launches = []
+    try:
+        yield launches
+    finally:
+        _COLLECTING.launches = None
+
+
 class Launcher:
     """Launches of one kernel for one shape: the first of each variant by Triton, later ones from
     what it was given then.
@@ -182,6 +215,11 @@ class Launcher:
             return
         named = {**self.fixed, **changing()}
         arguments = [named[name] for name in self.kernel.arg_names]
+        if _COLLECTING.launches is not None:
+            _COLLECTING.launches.append(
+                Planned(self.kernel, self.programs, arguments, self._options)
+            )
+            return
         compiled = self.kernel[(self.programs,)](*arguments, **self._options)
         if variant not in self.prepared:
             self.prepared[variant] = prepare(compiled, self.programs, arguments, *self._names)

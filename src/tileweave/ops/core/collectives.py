@@ -17,6 +17,10 @@ from tileweave.transport.torch_collectives import (
     agree,
     all_gather_flat,
     all_to_all_flat,
+    queue_all_gather,
+    queue_all_reduce,
+    queue_all_to_all,
+    queue_reduce_scatter,
     reduce_scatter_flat,
 )
 
@@ -45,13 +49,18 @@ def leave_launch_order_of(x: torch.Tensor) -> None:
         leave_launch_order(x.device)
 
 
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
-    return begin_all_gather(x, group, async_op=False)[0]
+def all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[m, ...] on each rank -> [R * m, ...], shards in rank order, in ``out`` if given."""
+    return begin_all_gather(x, group, async_op=False, out=out)[0]
 
 
 def begin_all_gather(
-    x: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = True,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dist.Work | None]:
     """Begin :func:`all_gather`: return the result, and the work to wait for before it is read.
 
@@ -59,11 +68,16 @@ def begin_all_gather(
     two events between streams.
     """
     enter_launch_order_of(x)
-    x, gathered = x.contiguous(), x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    if x.device.type == "cpu":  # after the allocation: if that fails, no peer waits for this rank
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    if x.is_cuda and not async_op:
+        queue_all_gather(out, x, group)
+        return out, None
+    if x.is_cpu:  # after the allocation: if that fails, no peer waits for this rank
         # gloo ends the process where sizes differ
         agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)
-    return gathered, all_gather_flat(gathered, x, group=group, async_op=async_op)
+    return out, all_gather_flat(out, x, group=group, async_op=async_op)
 
 
 def reduce_scatter(
@@ -84,27 +98,31 @@ def begin_reduce_scatter(
 
     As :func:`begin_all_gather` does; on the CPU the result is there on return.
     """
-    size = dist.get_world_size(group)
-    if size == 1 or x.device.type == "cpu":
+    size = group.size()
+    if size == 1 or x.is_cpu:
         rows = x.shape[0] // size
-        own = slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)
+        own = slice(group.rank() * rows, (group.rank() + 1) * rows)
         y = x if size == 1 else _sum_of_all(x, group, own)
         return y if out is None else out.copy_(y), None
     enter_launch_order_of(x)
     if out is None:
         out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=async_op)
+    x = x.contiguous()
+    if async_op:
+        return out, reduce_scatter_flat(out, x, group=group, async_op=True)
+    queue_reduce_scatter(out, x, group)
+    return out, None
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks, on every rank; x may be overwritten."""
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return x
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return _sum_of_all(x, group, slice(None))
     enter_launch_order_of(x)
     x = x.contiguous()
-    dist.all_reduce(x, group=group)
+    queue_all_reduce(x, group)
     leave_launch_order_of(x)
     return x
 
@@ -123,10 +141,14 @@ def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch
 
 def all_to_all_equal(got: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send part p of [R, ...] to rank p; store in ``got`` what each rank sent here, of the same
-    size."""
-    if parts.device.type == "cpu":
+    size. Both contiguous."""
+    if parts.is_cpu:
         agree(f"an all-to-all of {tuple(parts.shape)} {parts.dtype}", group)
-    _all_to_all(got.view(-1), parts.view(-1), group)
+        _all_to_all(got.view(-1), parts.view(-1), group)
+        return
+    enter_launch_order_of(parts)
+    queue_all_to_all(got, parts, group)
+    leave_launch_order_of(parts)
 
 
 def _all_to_all(

@@ -16,7 +16,7 @@ import torch
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))
-_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_AUTOGRAD = torch._C.DispatchKey.AutogradOther  # excluded with all of autograd
 
 _has_function_mode = torch._C._is_torch_function_mode_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -85,8 +85,7 @@ def _gradients(
     parameters, passed, name = spec.parameters, backward.passed, spec.name
     places = [parameters.index(of) for of in backward.of]
     none = (None,) * len(parameters)
-    ops = getattr(torch.ops.tileweave, f"{name}_backward")
-    run = operator(f"{name}_backward")
+    run, run_into = operator(f"{name}_backward"), operator(f"{name}_backward.into")
 
     def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
@@ -100,7 +99,7 @@ def _gradients(
         if main_grad is None:
             found = run(*args, *needed)
         else:
-            found = ops.into(*args, *needed, main_grad=main_grad)
+            found = run_into(*args, *needed, main_grad=main_grad)
         result: list[Any] = [*none]
         for of, place, needs, grad in zip(backward.of, places, needed, found, strict=True):
             if needs and (main_grad is None or of != backward.into):
@@ -163,12 +162,18 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     )
 
 
-def warmup(op: str, *args: object, **kwargs: object) -> Plan:
+# Set by the package: the tuner is in a higher layer.
+TUNERS: list[Callable[..., None]] = []
+
+
+def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan | dict[int, Plan]:
     """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
     calls. Collective.
 
-    Makes one call on zeros, of one size, and returns the plan of calls of that size. Another number
+    Makes a call on zeros of each size, and returns the plan of calls of that size. Another number
     of rows may take another path, with memory of its own: warm up each size that will be captured.
+    ``tw.warmup("matmul_all_reduce", range(1, 513), cols, depth)`` compiles what calls of all these
+    rows need in parallel, and then makes them.
 
     Parameters
     ----------
@@ -179,8 +184,10 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
         Sizes or tensors of this rank; they depend on the operator:
 
         all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce:
-            ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]. matmul_all_reduce also
-            takes ``norm=True``, for calls with ``norm_weight``, which have another kernel.
+            ``rows, cols, depth`` of x [rows, depth] and w [cols, depth]; rows is a number, or
+            several (a range, a list). For several weights of all_gather_matmul cols is a list.
+            matmul_all_reduce also takes ``norm=True``, for calls with ``norm_weight``, which have
+            another kernel.
         matmul_all_to_all, all_to_all_matmul:
             the same, with ``scatter_dim=`` and ``gather_dim=``.
         dispatch_grouped_matmul:
@@ -204,10 +211,16 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.
 
+    tune : bool, optional
+        For matmul operators: first measure which plan is fastest for each size that was not tuned
+        before, and use it from now on. That takes about a second per size, and longer where kernels
+        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
+        the extra ``tileweave[cli]``. Default False.
+
     Returns
     -------
-    Plan
-        What :func:`explain` returns for the call.
+    Plan, or dict of int to Plan
+        What :func:`explain` returns for the call; of several numbers of rows, for each.
 
     Raises
     ------
@@ -217,6 +230,9 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
         A rank does not call in time: every rank must call with the same arguments.
     """
     spec = spec_of(op)
+    if tune:
+        for tuner in TUNERS:
+            tuner(op, *args, **kwargs)
     if spec.warmup is not None:
         return spec.warmup(*args, **kwargs)
     with torch.no_grad():

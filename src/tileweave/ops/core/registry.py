@@ -92,6 +92,8 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         counted = []
         for at, name in changed:
             value = kwargs[name] if name in kwargs else args[at]
+            if value is None:
+                continue
             for t in value if isinstance(value, (list, tuple)) else (value,):
                 if t is not None and not t.is_inference():
                     counted.append(t)
@@ -102,8 +104,7 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
                         "or a tensor made outside; remedy: one of them"
                     )
         result = implementation(*args, **kwargs)
-        for t in counted:
-            torch.autograd.graph.increment_version(t)
+        torch.autograd.graph.increment_version(counted)
         return result if returns else None
 
     return call
@@ -253,6 +254,9 @@ def name_of(group: Group | None) -> str:
 
 def group_of(name: str) -> dist.ProcessGroup:
     """The group of this name. Raises :class:`InputError` for a group that this rank is not in."""
+    known = REGISTRY.known(name)
+    if known is not None:
+        return known
     group = _resolved(name)
     if dist.get_rank(group) < 0:
         raise InputError(
@@ -394,12 +398,17 @@ def log_fallback(op: str, plan: Plan) -> None:
         _LOG.info("%s runs unfused: %s", op, plan.reason)
 
 
-def log_copy(op: str, name: str) -> None:
-    """Log once that calls of an operator copy an argument because it is not contiguous."""
+def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
+    """``tensor``, or a contiguous copy of it. Logs once per operator and argument that calls copy
+    it."""
+    if tensor.is_contiguous():
+        return tensor
     key = (op, name)
-    if key not in _SAID:
+    # a compiler makes the copy part of its own kernels
+    if not torch.compiler.is_compiling() and key not in _SAID:
         _SAID.add(key)
         _LOG.info("%s copies %s in each call: it is not contiguous", op, name)
+    return tensor.contiguous()
 
 
 def debugging() -> bool:

@@ -92,7 +92,7 @@ class OperatorSpec:
     ----------
     call : callable
         The public function; its name is the name of the operator. It checks what the torch operator
-        does not get, and calls ``torch.ops.tileweave.<name>``.
+        does not get, and calls ``operator(name)`` (``ops/core/operator.py``).
 
     arguments : str
         Arguments of the torch operator: its schema without parentheses. ``Tensor? bias`` is
@@ -160,7 +160,7 @@ class OperatorSpec:
     options: str = ""
     results: str = "Tensor"
     out: str = "Tensor(a!) out"
-    warmup: Callable[..., Plan] | None = None
+    warmup: Callable[..., Plan | dict[int, Plan]] | None = None
     backward: Backward | BackwardOperator | None = None
     dual: str = ""
     traced: Literal["stamps", "waits", ""] = ""

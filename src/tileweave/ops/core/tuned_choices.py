@@ -26,6 +26,7 @@ import torch.distributed as dist
 from tileweave.errors import InputError, RankMismatchError
 from tileweave.ops.core.registry import interpreting, machine_of
 from tileweave.planning import cache, choices
+from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.transport.rendezvous import TUNED, meet, require_alike
 from tileweave.transport.workspace import kernels_allowed
@@ -94,7 +95,7 @@ def read(device: torch.device, world_size: int) -> None:
     A file that is broken is not used, and a warning names it. Not collective: :func:`agree` follows
     before a call.
     """
-    if world_size in _HELD or not _may_fuse(device, world_size):
+    if world_size in _HELD or not may_fuse(device, world_size):
         return
     text = _NONE
     try:
@@ -119,17 +120,20 @@ def _hold(world_size: int, held: _Held) -> None:
 
 def _install(held: _Held) -> None:
     if held.text:
-        choices.install(entry.measurement for entry in cache.parse(held.text, "memory")[1])
+        choices.install(_measured(held))
 
 
-def add(device: torch.device, world_size: int, entries: Iterable[cache.Tuned]) -> None:
+def _measured(held: _Held) -> tuple[Measurement, ...]:
+    return cache.parse(held.text, "memory")[1] if held.text else ()
+
+
+def add(device: torch.device, world_size: int, measured: Iterable[Measurement]) -> None:
     """Plan by these results, too. Every rank of the group that measured them calls this with the
     same ones."""
     read(device, world_size)
     held, key = _HELD[world_size], key_of(device, world_size)
-    known = cache.parse(held.text, "memory")[1] if held.text else ()
-    merged = {(entry.op, entry.problem): entry for entry in (*known, *entries)}
-    _hold(world_size, _Held(cache.text_of(key, merged.values()), held.agreed))
+    text = cache.text_of(key, cache.merged(_measured(held), measured))
+    _hold(world_size, _Held(text, held.agreed))
 
 
 def agree(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -148,13 +152,13 @@ def agree(group: dist.ProcessGroup, device: torch.device) -> str:
     if found is not None:
         return found
     size = dist.get_world_size(group)
-    if not _may_fuse(device, size):
+    if not may_fuse(device, size):
         return ""
     found = _MET[group] = _meet(group, device, size)
     return found
 
 
-def _may_fuse(device: torch.device, world_size: int) -> bool:
+def may_fuse(device: torch.device, world_size: int) -> bool:
     """Whether any call may be fused, by facts that all ranks share."""
     return world_size in FUSED_WORLD_SIZES and (device.type == "cuda" or interpreting())
 

@@ -39,6 +39,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.registry import (
     Group,
+    contiguous,
     debugging,
     define,
     group_of,
@@ -87,8 +88,9 @@ def dispatch_grouped_matmul(
 
     Parameters
     ----------
-    x : [T, K], contiguous
-        Tokens of this rank. T may differ between ranks.
+    x : [T, K]
+        Tokens of this rank. T may differ between ranks. Copied in each call if it is not
+        contiguous.
 
     experts : [E_local, N, K], rows contiguous, or the transpose of contiguous [E_local, K, N]
         Weights of this rank's experts, with the dtype of x and the same shape on every rank.
@@ -149,6 +151,7 @@ def dispatch_grouped_matmul(
     """
     name = name_of(group)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
+    x = contiguous(x, "x", OP)
     if plan is None:
         assert topk_ids is not None, "checked above: there is a plan or there are ids"
         most = x.shape[0] if max_tokens is None else max_tokens

@@ -54,8 +54,8 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
     sequence_first,
-    warmup_matmul,
 )
+from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 
@@ -243,10 +243,8 @@ def _forward(
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
     rows = chosen.world_size * x.shape[0]
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
-    run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, gathered
+    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
 
 
 def _unfused(
@@ -363,7 +361,7 @@ SPEC = OperatorSpec(
     forward=_forward,
     fake=_fake,
     explain=explain,
-    warmup=warmup_matmul(all_gather_matmul, explain_one),
+    warmup=warmup_matmul(all_gather_matmul, explain),
     backward=BackwardOperator(
         arguments="Tensor grad, Tensor? grad_gathered, Tensor x, Tensor w, Tensor? gathered,"
         " str group_name",

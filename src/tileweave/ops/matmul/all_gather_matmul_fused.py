@@ -10,19 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import Copies, Copy, Transport
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.concurrent_gather import GatherCall
+    from tileweave.ops.matmul.cublas import GatherThenMultiply
+    from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
 
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
@@ -32,35 +38,36 @@ def run_fused(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     gathered: torch.Tensor | None,
     group_name: str,
     chosen: Plan[MatmulConfig],
     trace: torch.Tensor | None = None,
     how: Exchange | None = None,
-) -> None:
-    """Make the fused call of plan ``chosen``. Tests, the tuner and the tracer pass plans of their
-    own.
+) -> torch.Tensor:
+    """Make the fused call of plan ``chosen``, and return its result, in ``out`` if given. Tests,
+    the tuner and the tracer pass plans of their own, with ``out``.
 
     ``how``: an all-to-all in place of the all-gather; ``gathered`` is then the exchanged x.
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
-        from tileweave.ops.matmul.exchange_launch import exchange_then_multiply
-
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    library = config.kernel == "library"
+    if library and how is not None:
+        _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
+        return launch.then_multiply(x, w, bias, out, gathered, chosen.checksum)
+    if library and config.transport == "sm":
+        _, call = ready(chosen, "library", group_name, _make_gather, x, config)
+        return call(x, w, bias, out, gathered, chosen.checksum)
+    if out is None:
+        rows = chosen.world_size * x.shape[0]
         if how is not None:
-            exchange_then_multiply(
-                workspace, EXCHANGED, x, w, bias, out, gathered, how, config, chosen.checksum
-            )
-            return
-        if config.transport == "sm":
-            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
-        else:
-            multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
-        return
+            rows, _ = how.result(x.shape[0], x.shape[1], chosen.world_size)
+        out = x.new_empty(rows, w.shape[0])
+    if library:
+        instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, x)
+        multiply(x, w, bias, out, gathered, instance, call, chosen.checksum)
+        return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
@@ -69,11 +76,41 @@ def run_fused(
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
         push_with_launch(instance, kernel, call.copies[slot], source, capturing)
-        return
+        return out
     try:
         launch(x, w, bias, out, gathered, 0, trace)
     finally:
         instance.launched()
+    return out
+
+
+def _make_gather(
+    workspace: Workspace, x: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, GatherThenMultiply]:
+    from tileweave.ops.matmul.cublas import gather_then_multiply
+
+    call = gather_then_multiply(workspace, OP, x, config)
+    return call.instance, call
+
+
+def _make_exchange(
+    workspace: Workspace, x: torch.Tensor, how: Exchange, config: MatmulConfig
+) -> tuple[Instance, ExchangeLaunch]:
+    from tileweave.ops.matmul.exchange_launch import exchange_launch
+
+    shape = x.shape[0], x.shape[1]
+    call = exchange_launch(workspace, EXCHANGED, shape, x.dtype, how, config, True)
+    return call.instance, call
+
+
+def _make_shards(
+    workspace: Workspace, x: torch.Tensor
+) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
+    from tileweave.ops.matmul.concurrent_gather import gather_of
+    from tileweave.ops.matmul.cublas import multiply_shards
+
+    instance, call = gather_of(workspace, x)
+    return instance, (multiply_shards, call)
 
 
 def _make(
@@ -114,7 +151,7 @@ class _FusedCall:
             from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
-            if fits(x, w):
+            if fits(x, w) and self.parts.depth * x.element_size() % 16 == 0:
                 return hopper_launcher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )

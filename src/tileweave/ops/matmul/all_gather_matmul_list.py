@@ -95,6 +95,12 @@ def as_operands(
             "pass the largest n of any rank",
         )
     require(len(weights) > 0, "no weights", "one weight or more", "pass a weight")
+    require(
+        all(isinstance(each, torch.Tensor) for each in weights),
+        lambda: f"w of types {', '.join(type(each).__name__ for each in weights)}",
+        "tensors",
+        "pass a torch.Tensor for each weight",
+    )
     rows = as_rows(x, weights[0], OP)
     own = [] if bias is None else [x.new_empty(0) if b is None else b for b in biases]
     check_counts(weights, own, into, most)
@@ -162,7 +168,7 @@ def _forward(
         w[at],
         (*biases, *w[:at], *w[at + 1 :]),
         (None,),
-        ("list", return_gathered, len(cols), *sizes, *(b is not None for b in biases)),
+        ("list", return_gathered, len(cols), *sizes),
         lambda size: check_inputs(x, w, bias, cols),
         lambda size: plan(x, w, cols, size),
         [list(x.shape)],
@@ -228,7 +234,7 @@ def _backward(
     need_x: bool,
     need_w: list[bool],
     need_bias: list[bool],
-    main_grad: Tensors | tuple[()] = (),
+    main_grad: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, Tensors, Tensors]:
     """Gradients of x, and of each weight and bias; an empty tensor for one that is not needed."""
     used = [most for most, grad in zip(cols, grads, strict=False) if grad is not None]
@@ -239,6 +245,17 @@ def _backward(
         for grad, needs in zip(contiguous, need_bias, strict=False)
     ]
     return gx, gw, gb
+
+
+def _backward_into(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_backward`, for weight gradients that are added to ``main_grad``, the last
+    argument.
+
+    Returns those of the biases concatenated: torch cannot compile operators that change one list
+    and return another.
+    """
+    gx, _, gb = _backward(*args)
+    return gx, torch.cat([args[2].new_empty(0), *gb])
 
 
 def _fake_backward(
@@ -252,18 +269,28 @@ def _fake_backward(
     need_x: bool,
     need_w: list[bool],
     need_bias: list[bool],
-    main_grad: Tensors | tuple[()] = (),
 ) -> tuple[torch.Tensor, Tensors, Tensors]:
     empty = x.new_empty
     gw = [
-        empty(each.shape) if needs and grad is not None and not main_grad else empty(0)
+        empty(each.shape) if needs and grad is not None else empty(0)
         for each, needs, grad in zip(w, need_w, grads, strict=True)
     ]
-    gb = [
-        empty(0) if grad is None or not needs else empty(grad.shape[1])
-        for grad, needs in zip(grads, need_bias, strict=False)
-    ]
+    gb = [empty(size) for size in _bias_sizes(w, grads, need_bias)]
     return torch.empty_like(x) if need_x else empty(0), gw, gb
+
+
+def _fake_backward_into(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gx, _, gb = _fake_backward(*args[:-1])
+    return gx, args[2].new_empty(sum(each.shape[0] for each in gb))
+
+
+def _bias_sizes(
+    w: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], need_bias: Sequence[bool]
+) -> list[int]:
+    return [
+        0 if grad is None or not needs else each.shape[0]
+        for each, grad, needs in zip(w, grads, need_bias, strict=False)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensors, torch.Tensor]) -> None:
@@ -290,7 +317,8 @@ def _gradients(
     needed = (need_x, list(need_w), list(need_bias))
     ops = torch.ops.tileweave.all_gather_matmul_list_backward
     if ctx.main_grad:
-        gx, gw, gb = ops.into(*given, *needed, ctx.main_grad)
+        gx, whole = ops.into(*given, *needed, ctx.main_grad)
+        gw, gb = [None] * len(w), whole.split(_bias_sizes(w, grads, need_bias))
     else:
         gx, gw, gb = ops.default(*given, *needed)
     # a gradient of a result that is not used, or one that went to main_grad
@@ -320,11 +348,10 @@ def define_operator() -> None:
         "Tensor?[] grads, Tensor? grad_gathered, Tensor x, Tensor[] w, Tensor? gathered,"
         " str group_name, int[] cols, bool need_x, bool[] need_w, bool[] need_bias"
     )
-    results = "(Tensor, Tensor[], Tensor[])"
     name = "all_gather_matmul_list_backward"
-    define(f"{name}({arguments}) -> {results}", _backward, _fake_backward)
+    define(f"{name}({arguments}) -> (Tensor, Tensor[], Tensor[])", _backward, _fake_backward)
     define(
-        f"{name}.into({arguments}, Tensor(a!)[] main_grad) -> {results}",
-        _backward,
-        _fake_backward,
+        f"{name}.into({arguments}, Tensor(a!)[] main_grad) -> (Tensor, Tensor)",
+        _backward_into,
+        _fake_backward_into,
     )

@@ -12,8 +12,8 @@ y          [rows of x', N]             x' @ w.T + bias
 has all tokens and this rank's heads, [M, K]; y has this rank's tokens, from all heads, [M / R, N],
 and w is [N, R * K].
 
-forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or all-to-all, a permutation
-and matmul where that is faster.
+forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or, where that is faster, one
+launch that exchanges parts and then cuBLAS, or all-to-all, a permutation and matmul.
 
 input gradient : gx = exchange back(gy @ w), which is ``matmul_all_to_all``, the dual operator, with
 the two dimensions swapped.
@@ -223,11 +223,10 @@ def _forward(
         )
         exchanged = exchanged.clone() if exchanged is x else exchanged
         return y, exchanged if keep else None
-    rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
-    y = x.new_empty(rows, w.shape[0]) if out is None else out
-    kept = x.new_empty(rows, depth) if keep else None
-    run_fused(x, w, bias, y, kept, group_name, chosen, how=how)
-    return y, kept
+    kept = None
+    if keep:
+        kept = x.new_empty(how.result(x.shape[0], x.shape[1], chosen.world_size))
+    return run_fused(x, w, bias, out, kept, group_name, chosen, how=how), kept
 
 
 def _fake(

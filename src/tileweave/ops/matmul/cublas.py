@@ -1,48 +1,86 @@
 """Operators whose matmul is that of cuBLAS.
 
-One kernel communicates before or after the matmul. This is for sizes where communication is too
-short to overlap, and cuBLAS is faster than a matmul that waits for peers (decision 0014). An
-all-gather may also be multiplied by cuBLAS one shard at a time, as copy engines bring the shards,
-where our matmul is slower (decision 0016). Tables and planners choose (``MatmulConfig.kernel ==
-"library"``, and its transport).
+One kernel communicates before or after the matmul (``reduce_by_cublas.py`` has those that reduce
+its result). This is for sizes where communication is too short to overlap, and cuBLAS is faster
+than a matmul that waits for peers (decision 0014). An all-gather may also be multiplied by cuBLAS
+one shard at a time, as copy engines bring the shards, where our matmul is slower (decision 0016).
+Tables and planners choose (``MatmulConfig.kernel == "library"``, and its transport).
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from tileweave.kernels.all_reduce.collective import ALIGN, Shards, launcher, slot_elements
+import torch
+from torch.nn.functional import linear
+
+from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.concurrent_gather import begin_gather
+from tileweave.ops.matmul.concurrent_gather import GatherCall, begin
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.schedules.gather import cdiv
 from tileweave.transport.workspace import Instance, Workspace
 
 INSTANCE = (
     "library"  # an instance of its own: its slots have another layout than those of a fused kernel
 )
+MOST_KEPT = 16 << 20  # bytes of gather(x): an allocation takes 4 us of 40
+
+
+@dataclass(slots=True)
+class GatherThenMultiply:
+    """Calls of one shape: ``y [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias``.
+
+    whole : where gather(x) is stored in eager calls that do not return it, if that is small.
+    """
+
+    instance: Instance
+    launch: Launcher
+    whole: torch.Tensor | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        gathered: torch.Tensor | None,
+        checksum: int = 0,
+    ) -> torch.Tensor:
+        """Return y, in ``out`` if given; store gather(x) in ``gathered`` if given."""
+        instance = self.instance
+        capturing = instance.begin(checksum)
+        whole = gathered if gathered is not None else None if capturing else self.whole
+        if whole is None:
+            whole = x.new_empty(instance.world_size * x.shape[0], x.shape[1])
+        try:
+            self.launch(x, whole)
+        finally:
+            instance.launched()
+        if out is None:
+            return linear(whole, w, bias)  # takes 4 us less than an allocation and mm(out=)
+        multiply(whole, w, bias, out)
+        return out
 
 
 def gather_then_multiply(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias; stores gather(x) in ``gathered`` if
-    given."""
-    size = workspace.transport.world_size
-    whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(
-        workspace, op, config, x.contiguous(), whole, x.numel(), False, True, checksum=checksum
-    )
-    multiply(whole, w, bias, out)
+    workspace: Workspace, op: str, x: torch.Tensor, config: MatmulConfig
+) -> GatherThenMultiply:
+    """Make the calls of x [m, K]."""
+    instance, size = workspace.instance(op, INSTANCE), workspace.transport.world_size
+    key = (x.shape, x.dtype, config)
+    call = instance.cache.get(key)
+    if call is None:
+        launch = _launcher(workspace, instance, config, x)
+        nbytes, whole = size * x.numel() * x.element_size(), None
+        if nbytes <= MOST_KEPT:
+            # Of no use to any other call while this one needs it: launches of a device are in
+            # order, also across streams, and a launch comes after all work of the last one's stream
+            kept = instance.scratch(MOST_KEPT)[:nbytes]
+            whole = kept.view(x.dtype).view(size * x.shape[0], x.shape[1])
+        call = GatherThenMultiply(instance, launch, whole)
+        instance.keep(key, call)
+    return call  # type: ignore[return-value]
 
 
 def multiply_shards(
@@ -51,18 +89,22 @@ def multiply_shards(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gathered: torch.Tensor | None,
-    group_name: str,
+    instance: Instance,
+    call: GatherCall,
     checksum: int = 0,
 ) -> None:
     """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next."""
-    rows = x.shape[0]
-    gathering = begin_gather(x, group_name, checksum)
+    rows, columns = x.shape[0], w.t()
+    parts = out.view(instance.world_size, rows, out.shape[1]).unbind()
+    gathering = begin(instance, call, x, checksum)
     try:
         for source, shard in gathering.shards():
-            part = slice(source * rows, (source + 1) * rows)
-            multiply(shard, w, bias, out[part])
+            if bias is None:
+                torch.mm(shard, columns, out=parts[source])
+            else:
+                torch.addmm(bias, shard, columns, out=parts[source])
             if gathered is not None:
-                gathered[part].copy_(shard)
+                gathered[source * rows : (source + 1) * rows].copy_(shard)
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
@@ -77,75 +119,19 @@ def multiply(
         torch.addmm(bias, x, w.t(), out=out)
 
 
-def multiply_then_reduce(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual.
-
-    ``out`` has M rows, or this rank's M / R.
-    """
-    partial = torch.mm(x, w.t())
-    size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
-    shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
-    _exchange(
-        workspace, op, config, partial, out, shard, True, everywhere, bias, residual, checksum
-    )
-
-
-def _exchange(
-    workspace: Workspace,
-    op: str,
-    config: MatmulConfig,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    shard: int,
-    reduce: bool,
-    gather: bool,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    checksum: int = 0,
-) -> None:
-    instance = workspace.instance(op, INSTANCE)
-    key = (x.shape, x.dtype, config)
-    launch = instance.cache.get(key)
-    if launch is None:
-        launch = _launcher(workspace, instance, config, x, shard, reduce, gather)
-        instance.keep(key, launch)
-    instance.begin(checksum)
-    try:
-        launch(x, out, bias, residual)  # type: ignore[operator]
-    finally:
-        instance.launched()
-
-
 def _launcher(
-    workspace: Workspace,
-    instance: Instance,
-    config: MatmulConfig,
-    x: torch.Tensor,
-    shard: int,
-    reduce: bool,
-    gather: bool,
+    workspace: Workspace, instance: Instance, config: MatmulConfig, x: torch.Tensor
 ) -> Launcher:
-    transport = workspace.transport
+    transport, shards = workspace.transport, Shards.in_a_row(x.numel())
     size = transport.world_size
-    instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
-    total = size * x.numel() if gather and not reduce else x.numel()
+    instance.reserve(slot_elements(shards, size, False, True) * x.element_size())
     return launcher(
         endpoint(instance, x.dtype),
         size,
         transport.rank,
-        Shards(shard, total, x.shape[-1]),
+        shards,
         transport.machine.num_sms,
         config,
-        reduce,
-        gather,
+        False,
+        True,
     )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tileweave.errors import require
 from tileweave.ops.core.registry import Group, name_of, rank_and_size
-from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
+from tileweave.ops.matmul.warmup import (
+    Rows,
+    Warmed,
+    call_for_warmup,
+    operands_for_warmup,
+    warm_up,
+)
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
@@ -68,14 +75,14 @@ def warmup_exchange(
     call: Callable[..., object],
     explain: Callable[..., Plan],
     depth_of: Callable[[Exchange, int, int, int], int],
-) -> Callable[..., Plan]:
-    """As :func:`inputs.warmup_matmul`, with the two dimensions.
+) -> Callable[..., Warmed]:
+    """As :func:`warmup.warmup_matmul`, with the two dimensions.
 
     ``depth_of(how, rows, depth, size)`` is the depth of w for x [rows, depth].
     """
 
     def warmup(
-        rows: int,
+        rows: Rows,
         cols: int,
         depth: int,
         *,
@@ -85,16 +92,28 @@ def warmup_exchange(
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         group: Group | None = None,
-    ) -> Plan:
+    ) -> Warmed:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
         of_w = depth_of(
-            as_exchange(scatter_dim, gather_dim), rows, depth, rank_and_size(name_of(group))[1]
+            as_exchange(scatter_dim, gather_dim),
+            x.shape[0],
+            depth,
+            rank_and_size(name_of(group))[1],
         )
         if of_w != depth:
             _, w = operands_for_warmup(0, cols, of_w, dtype, device)
-        call_for_warmup(
-            call, x, w, backward, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group
+        how: dict[str, Any] = {
+            "scatter_dim": scatter_dim,
+            "gather_dim": gather_dim,
+            "group": group,
+        }
+        return warm_up(
+            rows,
+            x,
+            lambda part, back: call_for_warmup(call, part, w, back, **how),
+            lambda part: explain(part, w, **how),
+            backward,
+            group,
         )
-        return explain(x, w, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
     return warmup

@@ -8,90 +8,113 @@ choose (``MatmulConfig.kernel == "library"``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.kernels.all_to_all.exchange import launcher
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.cublas import INSTANCE, multiply
+from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT, multiply
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.workspace import Workspace
+from tileweave.transport.workspace import Instance, Workspace
 
 
-def exchange_then_multiply(
+@dataclass(slots=True)
+class ExchangeLaunch:
+    """Launches for a matrix of one shape, with a matmul before or after them.
+
+    shape : of the exchanged matrix.
+    kept : memory of that shape for eager calls that do not return it, if it is small.
+    """
+
+    instance: Instance
+    launch: Launcher
+    shape: tuple[int, int]
+    kept: torch.Tensor | None
+
+    def then_multiply(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        exchanged: torch.Tensor | None,
+        checksum: int = 0,
+    ) -> torch.Tensor:
+        """Return exchanged(x) @ w.T + bias, in ``out`` if given; store exchanged(x) in
+        ``exchanged`` if given."""
+        capturing = self.instance.begin(checksum)
+        if exchanged is None and not capturing:
+            exchanged = self.kept
+        if exchanged is None:
+            exchanged = x.new_empty(self.shape)
+        self._launch(x, exchanged)
+        if out is None:
+            return linear(exchanged, w, bias)  # takes less time than an allocation and mm(out=)
+        multiply(exchanged, w, bias, out)
+        return out
+
+    def after_multiply(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        checksum: int = 0,
+    ) -> None:
+        """out = x @ w.T + bias, exchanged."""
+        product = linear(x, w, bias)
+        self.instance.begin(checksum)
+        self._launch(product, out)
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        try:
+            self.launch(x, out)
+        finally:
+            self.instance.launched()
+
+
+def exchange_launch(
     workspace: Workspace,
     op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    exchanged: torch.Tensor | None,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
     how: Exchange,
     config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = exchanged(x) @ w.T + bias for x [M, K]; stores exchanged(x) in ``exchanged`` if
-    given."""
-    if exchanged is None:
-        size = workspace.transport.world_size
-        exchanged = x.new_empty(how.result(x.shape[0], x.shape[1], size))
-    _exchange(workspace, op, x, exchanged, how, config, checksum)
-    multiply(exchanged, w, bias, out)
-
-
-def multiply_then_exchange(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    how: Exchange,
-    config: MatmulConfig,
-    checksum: int = 0,
-) -> None:
-    """out = x [M, K] @ w [N, K].T + bias, exchanged."""
-    product = x.new_empty(x.shape[0], w.shape[0])
-    multiply(x, w, bias, product)
-    _exchange(workspace, op, product, out, how, config, checksum)
-
-
-def _exchange(
-    workspace: Workspace,
-    op: str,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    how: Exchange,
-    config: MatmulConfig,
-    checksum: int,
-) -> None:
-    instance = workspace.instance(op, INSTANCE)
-    key = (x.shape, x.dtype, how, config)
-    launch = instance.cache.get(key)
-    if launch is None:
-        require(
-            config.transport == "sm",
-            f"{op} with cuBLAS and transport {config.transport!r}",
-            'transport "sm"',
-            "plan one of those",
-        )
-        transport, itemsize = workspace.transport, x.element_size()
-        size = transport.world_size
-        instance.reserve((size - 1) * (x.numel() // size) * itemsize)
+    keeps: bool,
+) -> ExchangeLaunch:
+    """Make the launches of ``op`` for a matrix of ``shape``. ``keeps``: with memory for the
+    exchanged matrix."""
+    require(
+        config.transport == "sm",
+        f"{op} with cuBLAS and transport {config.transport!r}",
+        'transport "sm"',
+        "plan that one",
+    )
+    instance, key = workspace.instance(op, INSTANCE), (shape, dtype, how, config)
+    call = instance.cache.get(key)
+    if call is None:
+        transport, size = workspace.transport, workspace.transport.world_size
+        elements = shape[0] * shape[1]
+        instance.reserve((size - 1) * (elements // size) * dtype.itemsize)
         launch = launcher(
-            endpoint(instance, x.dtype),
+            endpoint(instance, dtype),
             size,
             transport.rank,
-            (x.shape[0], x.shape[1]),
+            shape,
             how,
-            itemsize,
+            dtype.itemsize,
             transport.machine.num_sms,
             config,
         )
-        instance.keep(key, launch)
-    instance.begin(checksum)
-    try:
-        launch(x, out)  # type: ignore[operator]
-    finally:
-        instance.launched()
+        result, nbytes, kept = how.result(*shape, size), elements * dtype.itemsize, None
+        if keeps and nbytes <= MOST_KEPT:
+            # see ``cublas.gather_then_multiply``
+            kept = instance.scratch(MOST_KEPT)[:nbytes].view(dtype).view(result)
+        call = ExchangeLaunch(instance, launch, result, kept)
+        instance.keep(key, call)
+    return call  # type: ignore[return-value]

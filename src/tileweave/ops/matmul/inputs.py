@@ -1,4 +1,4 @@
-"""Checks and plans of the matmul operators, their ``explain`` and their ``warmup``.
+"""Checks and plans of the matmul operators, and their ``explain``.
 
 Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] in
 ``torch.nn.Linear`` layout, bias [cols].
@@ -21,10 +21,10 @@ from tileweave.ops.core.debug_agreement import check_together
 from tileweave.ops.core.registry import (
     Group,
     checksum_of,
+    contiguous,
     debugging,
     group_of,
     interpreting,
-    log_copy,
     machine_of,
     name_of,
     rank_and_size,
@@ -87,16 +87,6 @@ def sequence_first(
         )
         out = out.transpose(0, 1)
     return x.transpose(0, 1), out
-
-
-def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
-    """``tensor``, or a contiguous copy of it. Logs once per operator and argument that calls copy
-    it."""
-    if tensor.is_contiguous():
-        return tensor
-    if not torch.compiler.is_compiling():  # a compiler makes the copy part of its own kernels
-        log_copy(op, name)
-    return tensor.contiguous()
 
 
 def check_operands(
@@ -225,15 +215,15 @@ def out_as_rows(
     if out is None:
         return None
     check_like_x(name, out, x, allowed)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, out, *inputs)
-    ):
-        require(
-            False,
-            "out= with tensors that require gradients",
-            "one of them",
-            "drop out=, or call under torch.no_grad()",
-        )
+    if torch.is_grad_enabled():
+        for t in (x, out, *inputs):
+            if t is not None and t.requires_grad:
+                require(
+                    False,
+                    "out= with tensors that require gradients",
+                    "one of them",
+                    "drop out=, or call under torch.no_grad()",
+                )
     return out if x.dim() == 2 else out.flatten(0, -2)
 
 
@@ -357,7 +347,7 @@ def accept(
     plan: Callable[[int], Plan],
     agreed: list[list[int]] | None = None,
 ) -> Plan:
-    """Check the arguments and plan the call, once per signature of a fused call, to save host time.
+    """Check the arguments and plan the call, once per signature, to save host time.
 
     Parameters
     ----------
@@ -395,7 +385,11 @@ def accept(
         *map(_facts, others),
         *map(_facts, results),
     )
-    chosen = None if workspace is None else workspace.accepted.get(signature)
+    if workspace is None:
+        accepted = REGISTRY.accepted(group_name, x.device)
+    else:
+        accepted = workspace.accepted
+    chosen = accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
         refuse_alias(results, inputs)
@@ -416,70 +410,20 @@ def accept(
         checked()
     unreachable = tuned_choices.agree(group, x.device)
     chosen = Plan("unfused", unreachable) if unreachable else plan(size)
+    checksum = 0
     if chosen.config is not None:
         common["plan"] = repr(chosen.config)
+        checksum = checksum_of(common)
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = Accepted(
-            chosen.path,
-            chosen.reason,
-            chosen.config,
-            checksum_of(common),
-            size,
-            workspace=workspace,
-        )
+        accepted = workspace.accepted
+    chosen = accepted[signature] = Accepted(
+        chosen.path, chosen.reason, chosen.config, checksum, size, workspace=workspace
+    )
     return chosen
 
 
 def _facts(t: torch.Tensor | None) -> tuple[object, ...] | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
-
-
-def operands_for_warmup(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, depth] and w [cols, depth] of zeros, on ``device`` or the current GPU."""
-    sizes = (rows, cols, depth)
-    whole = all(isinstance(size, int) and size >= 0 for size in sizes)
-    require(whole, f"warmup{sizes!r}", "whole numbers", "pass sizes of this rank's x and w")
-    require(
-        isinstance(dtype, torch.dtype),
-        f"warmup with dtype={dtype!r}",
-        "a torch.dtype",
-        "pass the dtype of x and w",
-    )
-    if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else "cpu"
-        )
-    where = torch.device(device)
-    there = where.type != "cuda" or torch.cuda.is_available()
-    require(
-        there,
-        f"warmup on {where}",
-        "a device of this machine",
-        "pass device='cpu', or look at tileweave doctor",
-    )
-    with torch.inference_mode(False):  # otherwise they could not require gradients
-        return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(
-            cols, depth, dtype=dtype, device=where
-        )
-
-
-def call_for_warmup(
-    call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
-) -> None:
-    """Make one call with these operands; with ``backward`` also the backward of both, which has its
-    own kernels."""
-    if not backward:
-        call(x, w, **options)
-        return
-    with torch.inference_mode(False), torch.enable_grad():
-        y = call(x.requires_grad_(), w.requires_grad_(), **options)
-        y = y[0] if isinstance(y, tuple) else y
-        assert isinstance(y, torch.Tensor), "operators return one tensor, or two"
-        y.sum().backward()
 
 
 def explain_matmul(
@@ -508,23 +452,3 @@ def explain_matmul(
         return plan(rows, w, size)
 
     return explain
-
-
-def warmup_matmul(call: Callable[..., object], explain: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Make ``warmup`` of an operator over x, w and bias."""
-
-    def warmup(
-        rows: int,
-        cols: int,
-        depth: int,
-        *,
-        backward: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None,
-        group: Group | None = None,
-    ) -> Plan:
-        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-        call_for_warmup(call, x, w, backward, group=group)
-        return explain(x, w, group=group)
-
-    return warmup

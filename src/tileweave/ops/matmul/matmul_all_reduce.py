@@ -38,22 +38,33 @@ from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import (
+    Group,
+    contiguous,
+    group_of,
+    log_fallback,
+    name_of,
+    rank_and_size,
+)
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
-    call_for_warmup,
     check_like_x,
     check_operands,
     check_shape,
     check_traced,
-    contiguous,
-    operands_for_warmup,
     out_as_rows,
     plan_for,
 )
 from tileweave.ops.matmul.matmul_all_reduce_fused import OP, run_fused
+from tileweave.ops.matmul.warmup import (
+    Rows,
+    Warmed,
+    call_for_warmup,
+    operands_for_warmup,
+    warm_up,
+)
 from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
 
@@ -358,7 +369,7 @@ def explain(
 
 
 def warmup(
-    rows: int,
+    rows: Rows,
     cols: int,
     depth: int,
     *,
@@ -367,7 +378,7 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     group: Group | None = None,
-) -> Plan:
+) -> Warmed:
     """Reserve memory and compile for x [rows, depth] and w [cols, depth], so that a capture may
     follow. Collective.
 
@@ -375,11 +386,16 @@ def warmup(
     run the backward.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    residual, weight = (x.new_zeros(rows, cols), x.new_ones(cols)) if norm else (None, None)
-    call_for_warmup(
-        matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group
-    )
-    return plan(x, w, rank_and_size(name_of(group))[1])
+    residual, weight = (x.new_zeros(x.shape[0], cols), x.new_ones(cols)) if norm else (None, None)
+
+    def call(part: torch.Tensor, back: bool) -> None:
+        own = None if residual is None else residual[: part.shape[0]]
+        call_for_warmup(
+            matmul_all_reduce, part, w, back, residual=own, norm_weight=weight, group=group
+        )
+
+    size = rank_and_size(name_of(group))[1]
+    return warm_up(rows, x, call, lambda part: plan(part, w, size), backward, group)
 
 
 SPEC = OperatorSpec(

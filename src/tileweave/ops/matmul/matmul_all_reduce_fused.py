@@ -1,18 +1,20 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else cuBLAS followed by two shots."""
+"""The fused call of matmul_all_reduce: one shot for few rows, cuBLAS and one launch that reduces
+(``reduce_by_cublas.py``), or chunks of rows (``all_reduce_in_chunks.py``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.registry import endpoint, workspace_of
+from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
+    from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
 
 OP = "matmul_all_reduce"
 ONE_SHOT = "one_shot"  # an instance of its own: its slots have another layout
@@ -34,22 +36,37 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-    if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_reduce
+    if config.transport == "copy_engine":
+        from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
+        from tileweave.ops.matmul.reduce_by_cublas import Added
 
-        target = out if residual_out is None else residual_out
-        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.checksum)
-        # a separate kernel: no program has a whole row, which has many tiles
-        if norm_weight is not None:
-            out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
+        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+        added = Added(bias, residual, norm_weight, norm_eps)
+        reduce_in_chunks(
+            workspace, x, w, added, out, residual_out, group_name, config, chosen.checksum
+        )
         return
-    instance, launch = _one_shot(workspace, x, w, norm_weight is not None, config)
+    if config.kernel == "library":
+        instance, (call, add) = ready(chosen, "library", group_name, _make_by_cublas, x, w, config)
+        given = add(bias, residual, norm_weight, norm_eps)
+        call(instance, x, w, given, out, residual_out, chosen.checksum)
+        return
+    norm = norm_weight is not None
+    instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
     instance.begin(chosen.checksum)
     try:
         launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
     finally:
         instance.launched()
+
+
+def _make_by_cublas(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
+    from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
+
+    instance, call = multiply_then_reduce(workspace, x, w, OP, x.shape[0], config)
+    return instance, (call, Added)
 
 
 def _one_shot(

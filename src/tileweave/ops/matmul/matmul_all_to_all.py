@@ -14,8 +14,8 @@ The rows of a fused w_qkv of grouped queries must be ordered by rank, with each 
 and v together: ``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``,
 and so must its bias. Then y on each rank is its q, k and v, in this order along columns.
 
-forward : one fused kernel (``kernels/all_to_all/scatter_triton.py``), or matmul, all-to-all and a
-permutation where that is faster.
+forward : one fused kernel (``kernels/all_to_all/scatter_triton.py``), or, where that is faster,
+cuBLAS and then one launch that exchanges parts, or matmul, all-to-all and a permutation.
 
 input gradient : gx = exchange back(gy) @ w, which is ``all_to_all_matmul``, the dual operator, with
 the two dimensions swapped.

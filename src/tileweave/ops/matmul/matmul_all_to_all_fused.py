@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from tileweave.ops.core.registry import (
     copy_slot,
     endpoint,
     push_with_launch,
-    workspace_of,
 )
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
@@ -27,7 +27,10 @@ from tileweave.planning.schedules.gather import arrival_order, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.protocol import MAX_SLICES
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
 
 OP = "matmul_all_to_all"
 
@@ -46,10 +49,8 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
-        from tileweave.ops.matmul.exchange_launch import multiply_then_exchange
-
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
+        _, exchange = ready(chosen, "library", group_name, _make_exchange, x, w, how, config)
+        exchange.after_multiply(x, w, bias, out, chosen.checksum)
         return
     aligned = (x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, how, config)
@@ -69,6 +70,16 @@ def run_fused(
         out.data_ptr(),
         capturing,
     )
+
+
+def _make_exchange(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exchange, config: MatmulConfig
+) -> tuple[Instance, ExchangeLaunch]:
+    from tileweave.ops.matmul.exchange_launch import exchange_launch
+
+    shape = x.shape[0], w.shape[0]
+    call = exchange_launch(workspace, OP, shape, x.dtype, how, config, False)
+    return call.instance, call
 
 
 def _make(

@@ -49,9 +49,9 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
     sequence_first,
-    warmup_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
+from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
 
@@ -165,13 +165,13 @@ def _as_called(
     rows = as_rows(x, w, OP)
     if depth is not None or main_grad is not None:
         require(out is None, "out= with depth= or main_grad=", "one of them", "drop out=")
-    require(
-        depth is None or (isinstance(depth, (int, torch.SymInt)) and depth >= 0),
-        lambda: f"depth={depth!r}",
-        "a whole number",
-        "pass the largest k of any rank",
-    )
-    check_main_grad([w], [] if main_grad is None else [main_grad])
+        require(
+            depth is None or (isinstance(depth, (int, torch.SymInt)) and depth >= 0),
+            lambda: f"depth={depth!r}",
+            "a whole number",
+            "pass the largest k of any rank",
+        )
+        check_main_grad([w], [] if main_grad is None else [main_grad])
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
     return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
@@ -222,7 +222,8 @@ def _forward(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_main_grad([w], [] if main_grad is None else [main_grad])
+    if main_grad is not None:
+        check_main_grad([w], [main_grad])
     chosen = accept(
         OP,
         group_name,

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch, workspace_of
+from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
@@ -23,7 +24,10 @@ from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.protocol import MAX_SLICES
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
 
 OP = "matmul_reduce_scatter"
 
@@ -35,18 +39,25 @@ def run_fused(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
+    mirror: torch.Tensor | None = None,
 ) -> None:
-    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
+    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N].
+
+    mirror : [M / R, N], gets the result, too. Only with copy engines.
+    """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import multiply_then_reduce
-
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
+        instance, (call, added) = ready(
+            chosen, "library", group_name, _make_by_cublas, x, w, out.shape[0], config
+        )
+        call(instance, x, w, added(bias), out, None, chosen.checksum)
         return
-    aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, config)
+    mirrored = mirror is not None
+    aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0, mirrored
+    instance, (call, launch) = ready(
+        chosen, aligned, group_name, _make, x, w, out, config, mirrored
+    )
     staging = None if config.transport == "sm" else x.new_empty(call.staging_elements)
     capturing = instance.begin(chosen.checksum)
     if staging is None:
@@ -56,15 +67,29 @@ def run_fused(
             instance.launched()
         return
     slot = copy_slot(instance)
-    kernel = partial(launch, x, w, bias, out, staging, slot)
+    kernel = partial(launch, x, w, bias, out, staging, slot, mirror)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
+def _make_by_cublas(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, rows: int, config: MatmulConfig
+) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
+    from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
+
+    instance, call = multiply_then_reduce(workspace, x, w, OP, rows, config)
+    return instance, (call, Added)
+
+
 def _make(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, config: MatmulConfig
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    config: MatmulConfig,
+    mirrored: bool,
 ) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
     call = _fused_call(workspace, x, w, config)
-    return call.instance, (call, call.launcher(x, w, out))
+    return call.instance, (call, call.launcher(x, w, out, mirrored))
 
 
 @dataclass(slots=True)
@@ -79,7 +104,9 @@ class _FusedCall:
     staging_elements: int  # of a call with copy engines: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
-    def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+    def launcher(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, mirrored: bool = False
+    ) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
         the same protocol."""
         key = (
@@ -87,19 +114,22 @@ class _FusedCall:
             out.data_ptr() & 15 == 0,
             x.stride(0),
             w.stride(),
+            mirrored,
         )
         found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[key] = self._make(x, w, out)
+            found = self.launchers[key] = self._make(x, w, out, mirrored)
         return found
 
-    def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+    def _make(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, mirrored: bool
+    ) -> Callable[..., None]:
         if self.config.kernel == "hopper":
             from tileweave.kernels.reduce_scatter.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
-            if fits(x, w):
-                whole = fits(out)  # otherwise TMA cannot store it
+            whole = fits(out)  # otherwise TMA cannot store it
+            if fits(x, w) and (whole or not mirrored):
                 return hopper_launcher(
                     self.endpoint,
                     self.schedule,
@@ -108,6 +138,7 @@ class _FusedCall:
                     x.stride(0),
                     w.stride(),
                     whole,
+                    mirrored,
                 )
         from tileweave.kernels.reduce_scatter.triton import launcher
 

@@ -1,0 +1,174 @@
+"""``tileweave.warmup`` of the matmul operators: for one number of rows, or for many.
+
+For many, calls are first made over a transport that sends nothing and by launchers that launch
+nothing: what they would launch is compiled in parallel. Then each call is made, that with the most
+rows first, so that memory is reserved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tileweave.errors import require
+from tileweave.ops.core.registry import Group, machine_of, name_of, rank_and_size
+from tileweave.planning.problem import Plan
+from tileweave.transport.compile_only import compile_only
+
+Rows = int | Iterable[int]
+Warmed = Plan | dict[int, Plan]
+
+
+def as_sizes(given: Rows, name: str = "rows") -> list[int]:
+    """The sizes that argument ``name`` has, in the order given; raises :class:`InputError`."""
+    sizes = [*given] if isinstance(given, Iterable) else [given]
+    require(
+        bool(sizes) and all(isinstance(n, int) and n >= 0 for n in sizes),
+        f"warmup with {name}={given!r}",
+        "a whole number, or several",
+        "pass the sizes of later calls",
+    )
+    return sizes
+
+
+def operands_for_warmup(
+    rows: Rows, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [most rows, depth] and w [cols, depth] of zeros, on ``device`` or the current GPU."""
+    most = max(as_sizes(rows))
+    whole = all(isinstance(size, int) and size >= 0 for size in (cols, depth))
+    require(
+        whole,
+        f"warmup{(rows, cols, depth)!r}",
+        "whole numbers",
+        "pass sizes of this rank's x and w",
+    )
+    require(
+        isinstance(dtype, torch.dtype),
+        f"warmup with dtype={dtype!r}",
+        "a torch.dtype",
+        "pass the dtype of x and w",
+    )
+    if device is None:
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else "cpu"
+        )
+    where = torch.device(device)
+    there = where.type != "cuda" or torch.cuda.is_available()
+    require(
+        there,
+        f"warmup on {where}",
+        "a device of this machine",
+        "pass device='cpu', or look at tileweave doctor",
+    )
+    with torch.inference_mode(False):  # otherwise they could not require gradients
+        return torch.zeros(most, depth, dtype=dtype, device=where), torch.zeros(
+            cols, depth, dtype=dtype, device=where
+        )
+
+
+def warm_up(
+    rows: Rows,
+    x: torch.Tensor,
+    call: Callable[[torch.Tensor, bool], None],
+    plan: Callable[[torch.Tensor], Plan],
+    backward: bool,
+    group: Group | None,
+) -> Warmed:
+    """Make the calls of ``rows``, and return the plan of each.
+
+    x : [most rows, depth].
+    call : ``call(x, backward)`` makes a call of these rows, also its backward if asked.
+    plan : ``plan(x)`` returns its plan.
+    """
+    if isinstance(rows, int):
+        call(x, backward)
+        return plan(x)
+    sizes = as_sizes(rows)
+    descending = sorted({*sizes}, reverse=True)
+    _compile(x, [n for n in descending if plan(x[:n]).config is not None], call, name_of(group))
+    for n in descending:
+        call(x[:n], backward)
+    return {n: plan(x[:n]) for n in sizes}
+
+
+def _compile(
+    x: torch.Tensor,
+    sizes: list[int],
+    call: Callable[[torch.Tensor, bool], None],
+    group_name: str,
+) -> None:
+    """Compile the kernels of forward calls of these rows."""
+    if not sizes:
+        return
+    from tileweave.kernels.runtime.compile_all import compile_all
+    from tileweave.kernels.runtime.launch import collect_launches
+
+    rank, world_size = rank_and_size(group_name)
+    machine = machine_of(x.device)
+    with (
+        torch.no_grad(),
+        compile_only(group_name, x.device, rank, world_size, machine),
+        collect_launches() as launches,
+    ):
+        for n in sizes:
+            call(x[:n], False)
+        compile_all(launches, rank, world_size)
+
+
+def call_for_warmup(
+    call: Callable[..., Any],
+    x: torch.Tensor,
+    w: torch.Tensor | list[torch.Tensor],
+    backward: bool,
+    **options: object,
+) -> None:
+    """Make one call with these operands; with ``backward`` also the backward of them, which has its
+    own kernels."""
+    if not backward:
+        call(x, w, **options)
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().requires_grad_()
+        if isinstance(w, list):
+            w = [each.detach().requires_grad_() for each in w]
+        else:
+            w = w.detach().requires_grad_()
+        y = call(x, w, **options)
+        if isinstance(y, tuple):  # with a second result
+            y = y[0]
+        torch.stack([each.sum() for each in (y if isinstance(y, list) else [y])]).sum().backward()
+
+
+def warmup_matmul(
+    call: Callable[..., object], explain: Callable[..., Plan]
+) -> Callable[..., Warmed]:
+    """Make ``warmup`` of an operator over x, w and bias."""
+
+    def warmup(
+        rows: Rows,
+        cols: Rows,
+        depth: int,
+        *,
+        backward: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> Warmed:
+        parts = as_sizes(cols, "cols")
+        x, whole = operands_for_warmup(rows, sum(parts), depth, dtype, device)
+        w = whole if isinstance(cols, int) else list(whole.split(parts))
+        return warm_up(
+            rows,
+            x,
+            lambda part, back: call_for_warmup(call, part, w, back, group=group),
+            lambda part: explain(part, w, group=group),
+            backward,
+            group,
+        )
+
+    return warmup

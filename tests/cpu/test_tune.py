@@ -1,0 +1,159 @@
+"""``tileweave tune`` and ``tw.warmup(tune=True)`` with interpreted kernels: the whole path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cpu.test_tuned_choices import cache_of
+from tests.support.calls import refusal
+from tests.support.worlds import Member, Worlds
+
+import tileweave as tw
+from tileweave.launcher import Member as Launched
+
+pytest.importorskip("rich")
+pytest.importorskip("typer")
+runner = pytest.importorskip("typer.testing").CliRunner()
+
+from tileweave.bench.samples import samples_of  # noqa: E402
+from tileweave.bench.subjects import Shape  # noqa: E402
+from tileweave.commands.app import app  # noqa: E402
+from tileweave.ops.core.registry import name_of  # noqa: E402
+from tileweave.ops.core.tuned_choices import key_of  # noqa: E402
+from tileweave.planning import cache, choices  # noqa: E402
+from tileweave.planning.candidates import TUNABLE  # noqa: E402
+from tileweave.planning.problem import Problem  # noqa: E402
+from tileweave.planning.schedules.scatter import Exchange  # noqa: E402
+from tileweave.transport.workspace import REGISTRY  # noqa: E402
+from tileweave.tune import run  # noqa: E402
+from tileweave.tune.call import case_of, problem_of_call  # noqa: E402
+from tileweave.tune.measure import problem_of  # noqa: E402
+from tileweave.tune.shapes import of_sizes  # noqa: E402
+
+ON_CPU = ("--device", "cpu", "--world", "2", "--repeats", "1", "--dtype", "float32")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def tune(*words: str, code: int = 0) -> str:
+    done = runner.invoke(app, ["tune", *words, *ON_CPU])
+    assert done.exit_code == code, f"{done.output}\n{done.exception!r}"
+    return done.output
+
+
+def plans_of_calls(me: Member, folder: str) -> list[str]:
+    """Plans before and after calls of a process that has read no cache; results are right."""
+    found, w = [], torch.ones(24, 32)
+    with cache_of(Path(folder)):
+        for rows in (8, 20, 9):
+            x = torch.ones(rows, 32)
+            found.append(tw.explain("matmul_all_reduce", x, w).summary)
+            assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((rows, 24), 64.0))
+            found.append(tw.explain("matmul_all_reduce", x, w).summary)
+    return found
+
+
+@pytest.mark.slow
+def test_shapes_are_measured_kept_and_planned_by(
+    worlds: Worlds, tmp_path: Path, own_cache: Path
+) -> None:
+    found = tmp_path / "found.json"
+    (tmp_path / "shapes").write_text("8 24 64\n20 24 64\n8 24 65  # the same after rounding\n")
+    said = tune(
+        "matmul_all_reduce", "--shapes", str(tmp_path / "shapes"), "--json", str(found), code=0
+    )
+    assert "2 shapes tuned" in said and "kept in" in said
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["sizes"] for row in rows] == [[8, 24, 64], [20, 24, 64]]
+    for row in rows:
+        assert row["us"] <= row["us_unfused"] and row["us"] <= row["us_before"]
+        assert row["candidates"] >= 2 and row["wrong"] == []
+    (path,) = cache.files()
+    measured = cache.read(path)[1]
+    assert [one.problem.rows for one in measured] == [8, 20]
+    assert all(None in one.us and len(one.us) >= 2 for one in measured)
+    assert "matmul_all_reduce" in runner.invoke(app, ["tune", "--show"]).output
+    for *tuned, _, untuned in worlds("gloo", 2).run(plans_of_calls, str(own_cache)):
+        assert len(tuned) == 4 and all(plan.endswith(": measured") for plan in tuned), tuned
+        assert "interpreted" in untuned
+
+
+def tuned_without_a_place(me: Member, folder: str) -> str:
+    case = of_sizes("matmul_all_reduce", 8, 16, 32, "float32")
+    with cache_of(Path(folder)):
+        return refusal(run.tune, Launched(me.rank, me.world_size, me.device), run.Options((case,)))
+
+
+def test_tuning_ends_on_every_rank_where_results_cannot_be_kept(
+    worlds: Worlds, own_cache: Path
+) -> None:
+    own_cache.mkdir()
+    path = cache.path_of(key_of(torch.device("cpu"), 2))
+    path.write_text("{}")
+    for said in worlds("gloo", 2).run(tuned_without_a_place, str(own_cache)):
+        assert str(path) in said and "tileweave tune --clear" in said
+    assert path.read_text() == "{}"
+
+
+def warmed_up(me: Member, folder: str) -> list[object]:
+    """Ranks 0 and 1 tune in a group of their own; rank 2 takes no part."""
+    group = me.group(0, 1)
+    with cache_of(Path(folder)):
+        return [] if group is None else warm_up(group)
+
+
+def warm_up(group: dist.ProcessGroup) -> list[object]:
+    x, w = torch.ones(8, 32), torch.ones(24, 32)
+    tw.matmul_all_reduce(x, w, group=group)
+    workspace = REGISTRY.find(name_of(group), x.device)
+    on_cpu: Any = {"tune": True, "dtype": torch.float32, "device": "cpu", "group": group}
+    plans = tw.warmup("matmul_all_reduce", [8, 20], 24, 32, **on_cpu)
+    assert isinstance(plans, dict)
+    found: list[object] = [[plan.summary.endswith(": measured") for plan in plans.values()]]
+    found.append(REGISTRY.find(name_of(group), x.device) is workspace)
+    y = tw.matmul_all_reduce(x, w, group=group)
+    assert torch.equal(y, torch.full((8, 24), 64.0))
+    with mock.patch.object(choices, "install", side_effect=AssertionError("tuned twice")):
+        tw.warmup("matmul_all_reduce", 8, 24, 32, **on_cpu)
+    found.append([one.problem.rows for one in cache.read(cache.files()[0])[1]])
+    tw.warmup("all_gather_matmul", 4, 8, 16, backward=True, **on_cpu)
+    found.append(sorted({one.op for one in cache.read(cache.files()[0])[1]}))
+    return [*found, refusal(tw.warmup, "embedding_bag_all_to_all", tune=True).partition(";")[0]]
+
+
+def test_warmup_tunes_when_asked(worlds: Worlds, own_cache: Path) -> None:
+    *members, outside = worlds("gloo", 3).run(warmed_up, str(own_cache), timeout=110)
+    for found in members:
+        assert found[:3] == [[True, True], True, [8, 20]]
+        assert found[3] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+        assert found[4] == "InputError: asked: warmup('embedding_bag_all_to_all', tune=True)"
+    assert outside == []
+
+
+@pytest.mark.parametrize("op", TUNABLE)
+def test_problem_of_a_call_is_the_one_that_is_planned(op: str) -> None:
+    """Sizes of x and w of a rank, for a shard of 6 rows, 10 columns and K = 14 of two ranks."""
+    rows, cols, depth = 6, 10, 14
+    how = Exchange(1, 0) if op == "matmul_all_to_all" else Exchange(0, 1)
+    call = {
+        "matmul_reduce_scatter": (2 * rows, cols, depth),
+        "matmul_all_to_all": (rows, 2 * cols, depth),
+        "all_to_all_matmul": (2 * rows, cols, depth),
+    }.get(op, (rows, cols, depth))
+    problem = problem_of_call(op, *call, 2, torch.float16, how)
+    assert problem == Problem(2, rows, cols, depth, 2, "float16")
+    assert problem_of(case_of(op, problem), 2) == problem
+    operands = samples_of(op).subject.draw(
+        Shape(rows, cols, depth), torch.float32, torch.device("cpu"), 0, 2, 1, False
+    )
+    assert (operands.x.shape[0], operands.w.shape[0], operands.x.shape[1]) == call
