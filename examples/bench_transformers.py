@@ -81,7 +81,7 @@ class Options:
 
 
 def build(config: transformers.PretrainedConfig, me: Member, tileweave: bool) -> torch.nn.Module:
-    """The model, with the same random weights whoever computes, sharded over the ranks."""
+    """The model, sharded over the ranks; both variants have the same random weights."""
     sparse, size = hasattr(config, "num_experts"), me.world_size
     named = adapter.EPImplementationInterface is not None  # transformers 5.21 and newer
     options = {"tp_size": size, "tp_plan": "auto"}

@@ -63,7 +63,7 @@ _REDUCE = (
     replace(_launch(64, 4), shots=1),
     *(
         replace(_uncut(_WIDE, slices), row_chunks=chunks)
-        for chunks, slices in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2), (8, 2))
+        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
     ),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),

@@ -72,7 +72,7 @@ def host_seconds(c: MatmulConfig | None, world_size: int) -> float:
     faster. Each shard of cuBLAS takes two launches, each chunk of an all-reduce three."""
     if c is None or c.transport == "sm":
         return 0.0
-    return 60e-6 * max(c.row_chunks, world_size if c.kernel == "library" else 0)
+    return 80e-6 * max(c.row_chunks, world_size if c.kernel == "library" else 0)
 
 
 def _cublas(m: int, n: int, k: int, p: Problem, costs: Costs) -> float:
