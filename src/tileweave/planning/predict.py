@@ -7,7 +7,7 @@ has ended, or when the last shard has come and what needs it is multiplied, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import Costs
@@ -55,6 +55,8 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
             PLANNED[op].collective, p.world_size, whole, link_rate
         )
     if c.kernel == "library" and c.transport == "sm":
+        if op == "matmul_all_reduce" and c.shots == 1:  # whole partial sums to all others
+            w = replace(w, nbytes=w.nbytes * p.world_size, steps=1)
         return _launch_and_cublas(p, w, costs, link_rate)
     if c.kernel == "library":
         return _cublas_per_shard(p, w, costs, link_rate)
