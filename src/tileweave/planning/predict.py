@@ -98,6 +98,10 @@ def _fused(
     c, size = costs.c, p.world_size
     multiply = _multiply(op, p, w, config, costs)
     copied = config.transport == "copy_engine"
+    if op == "matmul_all_reduce" and copied:  # the gather of the last chunk is not hidden
+        chunks, once = config.row_chunks, w.nbytes / (c.copy_fraction * link_rate)
+        hidden = max(multiply, once * (2.0 - 1.0 / chunks))
+        return c.copy_latency + c.fused_launch * chunks + hidden + once / chunks
     latency = c.copy_latency if copied else c.push_latency
     fraction = c.copy_fraction if copied else c.push_fraction
     sent = latency + w.nbytes / (fraction * link_rate) + c.signal
