@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss, silu
 
 import tileweave as tw
@@ -145,9 +146,6 @@ def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[floa
     for _ in range(steps):
         loss = (part(mine[0]) - mine[1]).float().square().sum() / target.numel()
         loss.backward()
-        for name, parameter in part.named_parameters():
-            if not name.startswith("experts."):
-                dist.all_reduce(parameter.grad)
         total = loss.detach().clone()
         dist.all_reduce(total)
         alone = mse_loss(whole(x).float(), target.float())
@@ -251,7 +249,7 @@ class LayerBench:
         for parameter, seed in zip(
             self.layer.parameters(), (0, 10 + member.rank, 30 + member.rank), strict=True
         ):
-            parameter.data.normal_(
+            parameter.detach().to_local().normal_(
                 0, parameter.shape[-1] ** -0.5, generator=generator.manual_seed(seed)
             )
         shape = (2, tokens, s.hidden)
@@ -272,19 +270,26 @@ class LayerBench:
         experts = self.layer.experts
         weights, _ = self.layer.gate(self.x)
         return _UnfusedExperts.apply(
-            self.x, experts.gate_up_proj, experts.down_proj, weights, self.routes
+            self.x,
+            experts.gate_up_proj.to_local(),
+            experts.down_proj.to_local(),
+            weights,
+            self.routes,
         )
 
     def step(self, forward: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The output and all gradients."""
         y, named = forward(), {"x": self.x, **dict(self.layer.named_parameters())}
         gradients = torch.autograd.grad(y, list(named.values()), self.grad)
+        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return {"y": y.detach(), **dict(zip(named, gradients, strict=True))}
 
     def matmuls(self) -> Callable[[], None]:
         """The six grouped matmuls of a step alone, on operands of their own."""
         experts, offsets = self.layer.experts, self.routes.offsets
-        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        gate_up, down = (
+            weight.detach().to_local() for weight in (experts.gate_up_proj, experts.down_proj)
+        )
         widths = (gate_up.shape[2], gate_up.shape[1], down.shape[2])
         rows, h, a = (
             torch.randn(self.routes.rows, width, device=gate_up.device).to(gate_up.dtype)

@@ -51,7 +51,7 @@ WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at o
 @dataclass(frozen=True)
 class Case:
     """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``:
-    can TMA store."""
+    can TMA store; ``mirrored``: with a mirror and a residual."""
 
     config: MatmulConfig
     rows: int
@@ -128,12 +128,12 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     if c.kernel == "hopper":
         whole = fits(out)
         launcher = hopper.launcher(
-            peers, schedule, c, dtype, DEPTH, w.stride(), whole, case.mirrored
+            peers, schedule, c, dtype, DEPTH, w.stride(), whole, case.mirrored, case.mirrored
         )
     else:
         launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
     mirror = torch.empty_like(out) if case.mirrored else None
-    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror), target)
+    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror, mirror), target)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
-from tileweave.ops.matmul.concurrent_gather import begin_gather
+from tileweave.ops.matmul.concurrent_gather import begin_gather, gather_of
 from tileweave.ops.matmul.cublas import multiply_shards
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.protocol import TIMEOUT_US
@@ -269,10 +269,9 @@ def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
         mine, name = scale * shards[me.rank], name_of(None)
         if not by_shards:
             return begin_gather(mine, name).wait()
-        gathered = torch.empty(3 * me.world_size, 8)
-        multiply_shards(
-            mine, torch.ones(2, 8), None, torch.empty(3 * me.world_size, 2), gathered, name
-        )
+        gathered, out = torch.empty(3 * me.world_size, 8), torch.empty(3 * me.world_size, 2)
+        made = gather_of(workspace_of(name, me.device), mine)
+        multiply_shards(mine, torch.ones(2, 8), None, out, gathered, *made)
         return gathered
 
     for scale in (1, 2):

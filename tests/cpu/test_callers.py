@@ -263,6 +263,9 @@ SEVERAL = [
 ]
 
 
+COMPILED = Columns(used=(0, 2), shape=(3, 4), gather_dim=1, gathered=True, uneven=True, bias=(1, 2))
+
+
 def several(me: Member, cases: list[Columns], backend: str | None = None) -> None:
     for case in cases:
         columns(me, case, backend)
@@ -274,7 +277,7 @@ def test_several_weights(world: World, interpreted: bool) -> None:
 
 
 def test_several_weights_compiled(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(several, [SEVERAL[1], SEVERAL[4]], "aot_eager", timeout=120)
+    worlds("gloo", 2).run(several, [SEVERAL[1], COMPILED], "aot_eager", timeout=120)
 
 
 SEQUENCES = [
@@ -379,6 +382,11 @@ def layouts(me: Member) -> None:
     out = torch.empty(4 * size, 2, 6).transpose(0, 1)
     assert tw.all_gather_matmul(x, w, gather_dim=1, out=out) is out
     assert torch.equal(out, tw.all_gather_matmul(x, w, gather_dim=1))
+    far, of = x.to("meta"), w.to("meta")
+    first, second = tw.all_gather_matmul(far, [of, of[:3]], gather_dim=1, cols=[6, 4])
+    assert first.shape == (2, 4 * size, 6) and second.shape == (2, 4 * size, 3)
+    assert first.stride() == tw.all_gather_matmul(x, w, gather_dim=1).stride()
+    assert tw.matmul_reduce_scatter(far, of, scatter_dim=1, depth=9).shape == (2, 4 // size, 6)
     plan = tw.explain(AG, x, [w[:2], w], gather_dim=1)
     assert "weight 1 of 2 has the most columns" in plan.reason, plan
     assert plan.config == tw.explain(AG, x, w, gather_dim=1).config

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.support.calls import refusal, run_either
 from tests.support.worlds import Member, World, Worlds
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,6 +45,11 @@ def on_both(world: World, body: Callable[..., object], *arguments: object) -> li
 
 def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(tables * 3, dtype=torch.int64), torch.arange(tables * 3) % 6
+
+
+def first_bag(module: ShardedEmbeddingBag) -> torch.nn.Module:
+    """What holds the first table of this rank."""
+    return next(module.embedding_bags.children())
 
 
 # --- How tables start ---
@@ -213,16 +221,17 @@ def changed_modules(me: Member) -> None:
     y = module(lengths, values)
     doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
     assert torch.equal(torch.func.functional_call(module, doubled, (lengths, values)), 2 * y)
-    torch.nn.utils.parametrizations.weight_norm(module, "weight_0")
+    torch.nn.utils.parametrizations.weight_norm(first_bag(module), "weight")
     assert torch.allclose(module(lengths, values), y, atol=1e-6)
     assert "load_tables of parametrized" in refusal(module.load_tables, [torch.ones(6, 4)] * 4)
     assert "reset_parameters of parametrized" in refusal(module.reset_parameters)
     stepping = ShardedEmbeddingBag(FOUR, optimizer="adagrad")
     stepping.register_buffer("seen", torch.zeros(1))
     stepping(lengths, values).sum().backward()
-    assert all(getattr(stepping, f"moment_{i}").sum() > 0 for i in range(2))
+    moments = [t for name, t in stepping.named_buffers() if "moment" in name]
+    assert len(moments) == 2 and all(t.sum() > 0 for t in moments)
     assert stepping.half().seen.dtype == torch.float16 and stepping.rate.dtype == torch.float32
-    torch.nn.utils.parametrizations.weight_norm(stepping, "weight_0")
+    torch.nn.utils.parametrizations.weight_norm(first_bag(stepping), "weight")
     assert "fused step of parametrized" in refusal(stepping, lengths, values)
 
 
@@ -427,3 +436,33 @@ def batches_that_change(me: Member, train: bool) -> int:
 @pytest.mark.parametrize("train", [False, True], ids=["lookup", "gradient"])
 def test_lookups_of_any_batch_are_compiled_once(world, train: bool) -> None:
     assert on_both(world, batches_that_change, train) == [1] * 4
+
+
+# --- Checkpoints ---
+
+
+def checkpoints_of_tables(me: Member, folder: str) -> list[str]:
+    """Saved on some ranks, loaded where other ranks own the tables."""
+    saved, specs = ShardedEmbeddingBag(FOUR, optimizer="adagrad"), tuple(FOUR)
+    saved(*batch_of(4)).sum().backward()
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    plan = saved.plan
+    turned = replace(plan, shards=tuple(replace(s, rank=1 - s.rank) for s in plan.shards))
+    loaded = ShardedEmbeddingBag(specs, plan=turned, optimizer="adagrad")
+    state = loaded.state_dict()
+    assert not {*state} & {*saved.state_dict()}, "tables moved"
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state)
+    assert all(map(torch.equal, saved.whole_tables(), loaded.whole_tables()))
+    assert all("embedding_bags.t" in name for name in state), list(state)
+    twice = [TableSpec("t", 6, 4, 1.0)] * 2
+    return [refusal(ShardedEmbeddingBag, twice), refusal(ShardedEmbeddingBag, [dotted()])]
+
+
+def dotted() -> TableSpec:
+    return TableSpec("a.b", 6, 4, 1.0)
+
+
+def test_checkpoints_find_tables_on_other_ranks(world, tmp_path: Path) -> None:
+    for errors in world.run(checkpoints_of_tables, str(tmp_path)):
+        assert all("different names without dots" in error for error in errors), errors

@@ -128,8 +128,8 @@ class AlwaysTheSecond(torch.nn.Module):
 def layer_with_a_router(me: Member) -> None:
     layer, x = MoE(16, 8, 2 * me.world_size, 2, router=AlwaysTheSecond()), torch.randn(3, 16)
     up, down = (
-        layer.experts.gate_up_proj[1].detach().clone(),
-        layer.experts.down_proj[1].detach().clone(),
+        local(layer.experts.gate_up_proj.detach())[1].clone(),
+        local(layer.experts.down_proj.detach())[1].clone(),
     )
     for weight in (up, down):
         dist.broadcast(weight, 0)

@@ -94,7 +94,7 @@ def loaded(me: Member) -> list[str]:
         with_experts(lambda t: torch.cat([t, t])),  # of a larger layer: its first experts would fit
         with_experts(lambda t: t[:3]),  # would fit on the first rank
         with_experts(lambda t: t.sum()),
-        module.state_dict(),  # a shard: would fit on a rank without experts
+        {name: local(t) for name, t in module.state_dict().items()},  # a shard
     ]
     return [refusal(module.load_whole_state_dict, state) for state in wrong]
 
@@ -142,7 +142,7 @@ def gates_in_fp32(me: Member) -> list[object]:
     layer = MoE(8, 6, 4, 2, dtype=torch.bfloat16)
     layer.gate.float()
     with torch.no_grad():  # experts whose logits differ in fp32 only
-        layer.gate.weight.copy_(
+        local(layer.gate.weight).copy_(
             torch.ones(4, 8) + 1e-4 * torch.tensor([3.0, 0.0, 2.0, 1.0])[:, None]
         )
     x = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -132,7 +132,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_shards(world: World) -> None:
 
 
 def data_parallel(me: Member) -> list[str]:
-    return [error_of(DistributedDataParallel, module) for module in (mlp(),)]
+    return [error_of(DistributedDataParallel, module) for module in (mlp(), tw.nn.MoE(8, 8, 4, 2))]
 
 
 def test_data_parallel_refuses_shards(world: World) -> None:

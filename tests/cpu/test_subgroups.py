@@ -94,7 +94,10 @@ def experts(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     mine = slice(rank * layer.experts, (rank + 1) * layer.experts)
     for name in ("down_proj", "gate_up_proj"):
         moe.verify_near(
-            getattr(module.experts, name).grad, leaves[f"experts.{name}"].grad[mine], layer, name
+            local(getattr(module.experts, name).grad),
+            leaves[f"experts.{name}"].grad[mine],
+            layer,
+            name,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -105,42 +106,38 @@ def test_tuning_ends_on_every_rank_where_results_cannot_be_kept(
 
 
 def warmed_up(me: Member, folder: str) -> list[object]:
+    """Ranks 0 and 1 tune in a group of their own; rank 2 takes no part."""
+    group = me.group(0, 1)
     with cache_of(Path(folder)):
-        return warm_up_twice(me.group(0, 1))
+        return [] if group is None else warm_up(group)
 
 
-def warm_up_twice(part: dist.ProcessGroup) -> list[object]:
-    """Warm-ups with tuning in two groups, of which one has a workspace before."""
+def warm_up(group: dist.ProcessGroup) -> list[object]:
     x, w = torch.ones(8, 32), torch.ones(24, 32)
-    tw.matmul_all_reduce(x, w)  # a workspace that must stay
-    found: list[object] = []
-    for group in (None, part):
-        workspace = REGISTRY.find(name_of(group), x.device)
-        sizes = ("matmul_all_reduce", [8, 20], 24, 32)
-        plans = tw.warmup(*sizes, tune=True, dtype=torch.float32, device="cpu", group=group)
-        found.append([plan.summary.endswith(": measured") for plan in plans.values()])
-        if workspace is not None:
-            found.append(REGISTRY.find(name_of(group), x.device) is workspace)
-    assert torch.equal(tw.matmul_all_reduce(x, w), torch.full((8, 24), 64.0))
+    tw.matmul_all_reduce(x, w, group=group)
+    workspace = REGISTRY.find(name_of(group), x.device)
+    on_cpu: Any = {"tune": True, "dtype": torch.float32, "device": "cpu", "group": group}
+    plans = tw.warmup("matmul_all_reduce", [8, 20], 24, 32, **on_cpu)
+    assert isinstance(plans, dict)
+    found: list[object] = [[plan.summary.endswith(": measured") for plan in plans.values()]]
+    found.append(REGISTRY.find(name_of(group), x.device) is workspace)
+    y = tw.matmul_all_reduce(x, w, group=group)
+    assert torch.equal(y, torch.full((8, 24), 64.0))
     with mock.patch.object(choices, "install", side_effect=AssertionError("tuned twice")):
-        tw.warmup("matmul_all_reduce", 8, 24, 32, tune=True, dtype=torch.float32, device="cpu")
+        tw.warmup("matmul_all_reduce", 8, 24, 32, **on_cpu)
     found.append([one.problem.rows for one in cache.read(cache.files()[0])[1]])
-    tw.warmup(
-        "all_gather_matmul", 4, 8, 16, tune=True, backward=True, dtype=torch.float32, device="cpu"
-    )
+    tw.warmup("all_gather_matmul", 4, 8, 16, backward=True, **on_cpu)
     found.append(sorted({one.op for one in cache.read(cache.files()[0])[1]}))
-    try:
-        tw.warmup("embedding_bag_all_to_all", tune=True)
-    except tw.InputError as error:
-        found.append(str(error).partition(";")[0])
-    return found
+    return [*found, refusal(tw.warmup, "embedding_bag_all_to_all", tune=True).partition(";")[0]]
 
 
 def test_warmup_tunes_when_asked(worlds: Worlds, own_cache: Path) -> None:
-    for found in worlds("gloo", 2).run(warmed_up, str(own_cache), timeout=110):
-        assert found[:4] == [[True, True], True, [True, True], [8, 20]]
-        assert found[4] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-        assert found[5] == "asked: warmup('embedding_bag_all_to_all', tune=True)"
+    *members, outside = worlds("gloo", 3).run(warmed_up, str(own_cache), timeout=110)
+    for found in members:
+        assert found[:3] == [[True, True], True, [8, 20]]
+        assert found[3] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+        assert found[4] == "InputError: asked: warmup('embedding_bag_all_to_all', tune=True)"
+    assert outside == []
 
 
 @pytest.mark.parametrize("op", TUNABLE)

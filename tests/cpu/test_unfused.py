@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 from tests.support import (
     backward,
     behaviour,
@@ -17,7 +19,14 @@ from tests.support import (
 from tests.support import moe_layer as moe
 from tests.support.calls import call_unfused
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case
-from tests.support.worlds import Worlds
+from tests.support.worlds import Member, Worlds
+
+from tileweave.transport.torch_collectives import (
+    queue_all_gather,
+    queue_all_reduce,
+    queue_all_to_all,
+    queue_reduce_scatter,
+)
 
 TABLES = [
     embedding.Case(((3, 8), (16,)), 7),
@@ -75,3 +84,26 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
 def test_operators_and_gradients_unfused(worlds: Worlds, name: str) -> None:
     body, arguments = CALLS[name]
     worlds("gloo", 3).run(call_unfused, body, *arguments)
+
+
+def queued_collectives(me: Member) -> None:
+    """The methods of a group that collectives of a GPU go to, on gloo: same order of ranks, same
+    sums."""
+    group, size = dist.group.WORLD, me.world_size
+    assert group is not None
+    mine = torch.arange(2.0 * size) + 100 * me.rank
+    everyone = torch.stack([torch.arange(2.0 * size) + 100 * rank for rank in range(size)])
+    gathered, part, parts = (torch.empty(n) for n in (2 * size * size, 2, 2 * size))
+    queue_all_gather(gathered, mine, group)
+    queue_reduce_scatter(part, mine, group)
+    queue_all_to_all(parts, mine, group)
+    total = mine.clone()
+    queue_all_reduce(total, group)
+    own = slice(2 * me.rank, 2 * me.rank + 2)
+    assert torch.equal(gathered.view(size, -1), everyone)
+    assert torch.equal(total, everyone.sum(0)) and torch.equal(part, everyone.sum(0)[own])
+    assert torch.equal(parts.view(size, 2), everyone[:, own])
+
+
+def test_queued_collectives(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(queued_collectives)

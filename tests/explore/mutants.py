@@ -226,8 +226,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies to the slot of the other parity",
         FUSED,
-        "call.copies[slot], x",
-        "call.copies[1 - slot], x",
+        "call.copies[slot], source",
+        "call.copies[1 - slot], source",
         AG + "copy engine",
     ),
     Mutant(

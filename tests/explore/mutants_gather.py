@@ -73,8 +73,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a product in the next place",
         BESIDE,
-        "yield source, self",
-        "yield (source + 1) % size, self",
+        "yield source, shard",
+        "yield (source + 1) % self._instance.world_size, shard",
         AG + "by shards",
     ),
     Mutant(

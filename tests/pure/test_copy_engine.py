@@ -23,6 +23,11 @@ class Driver:  # methods have the names of the driver
     calls: list[str] = field(default_factory=list)
     refuse_to_move: bool = False
     handles: int = 0
+    allocations: dict[int, int] = field(default_factory=dict)  # by address; others have number 1
+
+    def cuPointerGetAttribute(self, found, attribute, address):  # noqa: N802
+        found.value = self.allocations.get(address, 1)
+        return int(found.value == 0)
 
     def _made(self, handle):
         self.handles += 1
@@ -183,6 +188,36 @@ def test_graph_that_cannot_be_updated_is_replaced(driver):
     assert sorted(
         facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)
     ) == [20_008, 20_016]
+
+
+@pytest.mark.parametrize("often", [False, True])
+def test_memory_that_was_freed_has_no_graph(driver, often: bool) -> None:
+    """New memory at the same address is another allocation: to launch the graph of the old one
+    crashes the driver."""
+    copies, line = scatter(), engine(driver)
+    push_again(line, copies, 10_000)
+    if often:
+        for _ in range(copy_engine._OFTEN + 1):
+            for address in (20_000, 10_000):
+                line.push(copies, address)
+    (graphs,) = line._graphs.values()
+    address = 20_000 if often else 10_000
+    stale = graphs.find(address)
+    assert stale is not None
+    driver.allocations[address] = 2
+    assert graphs.find(address) is None
+    line.push(copies, address)
+    assert graphs.find(address) not in (None, stale)
+
+
+def test_a_graph_of_memory_that_is_gone_is_not_pointed_elsewhere(driver):
+    copies, line = scatter(), engine(driver)
+    push_again(line, copies, 10_000)
+    (graphs,) = line._graphs.values()
+    stale = graphs.find(10_000)
+    driver.allocations[10_000] = 0
+    line.push(copies, 20_000)
+    assert stale is not None and graphs.find(20_000) not in (None, stale)
 
 
 def test_pitched_copies_have_a_graph_per_repeated_address(driver):

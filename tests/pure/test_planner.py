@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from tileweave import OPERATORS
 from tileweave.errors import InputError
 from tileweave.planning.candidates import TUNABLE, candidates
 from tileweave.planning.costs import Costs, data_sheet, load_calibration
@@ -20,6 +21,7 @@ from tileweave.planning.measurements import (
 from tileweave.planning.planner import Planner, _place
 from tileweave.planning.predict import seconds
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.sim.modelled import is_matmul
 
 H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
 CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
@@ -44,6 +46,10 @@ def test_a_shape_that_was_not_measured_is_planned_well(op: str) -> None:
         regrets.append(math.log(one.us[chosen] / min(one.us.values())))
     assert math.exp(sum(regrets) / len(regrets)) < 1.035
     assert sorted(regrets)[int(0.9 * len(regrets))] < math.log(1.12)
+
+
+def test_every_operator_that_is_one_matmul_is_planned() -> None:
+    assert list(TUNABLE) == [op for op in OPERATORS if is_matmul(op)]
 
 
 @pytest.mark.parametrize("op", TUNABLE)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tileweave.nn.embedding import ShardedEmbeddingBag
-from tileweave.nn.experts import MoE, SoftmaxTopK
+from tileweave.nn.experts import MoE
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 
-__all__ = ["ColumnParallelLinear", "MoE", "RowParallelLinear", "ShardedEmbeddingBag", "SoftmaxTopK"]
+__all__ = [
+    "ColumnParallelLinear",
+    "MoE",
+    "RowParallelLinear",
+    "ShardedEmbeddingBag",
+    "SigmoidTopK",
+    "SoftmaxTopK",
+]

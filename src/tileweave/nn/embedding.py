@@ -19,7 +19,7 @@ from tileweave.ops.core.registry import group_of, name_of, rank_and_size
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding.inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
-from tileweave.planning.sharding import ShardingPlan, TableSpec, plan_sharding
+from tileweave.planning.sharding import Shard, ShardingPlan, TableSpec, plan_sharding
 
 
 class ShardedEmbeddingBag(nn.Module):
@@ -30,10 +30,16 @@ class ShardedEmbeddingBag(nn.Module):
     values    [sum(lengths)]           the indices, as in TorchRec's KeyedJaggedTensor; int32
                                        or int64
     y         [b, sum of all dims]     tables in the order in which they were given
-    weight_i  [rows, dim of the part]  this rank's i-th part, see ``plan.of_rank(rank)``
-    moment_i  [rows] fp32              with "adagrad": sums of mean squares of gradients; saved
-                                       with the weights
+    weights   [rows, dim]              ``embedding_bags.TABLE.weight``, as in TorchRec, on the
+                                       rank that owns the table
+    parts     [rows, dim of the part]  ``embedding_bags.TABLE.weight_C`` of a table that is split
+                                       by columns: the part from column C on
+    moments   [rows] fp32              with "adagrad", ``moment`` or ``moment_C`` in the same
+                                       place: sums of mean squares of gradients
     ========  =======================  =======================================================
+
+    No two ranks have a name in common, so ``torch.distributed.checkpoint`` saves every table, and
+    loads it on whichever rank owns it then; columns must be split as they were.
 
     Weights are initialized as in ``nn.EmbeddingBag``. ``print(module.plan.explain())`` shows which
     rank owns what.
@@ -130,11 +136,21 @@ class ShardedEmbeddingBag(nn.Module):
         ]
         self.mode, self.out_dtype = mode, out_dtype
         self.sparse, self.divide_gradient = sparse, divide_gradient
-        for number, shard in enumerate(self.plan.of_rank(self.rank)):
-            weight = torch.empty(
-                self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device
-            )
-            self.register_parameter(f"weight_{number}", nn.Parameter(weight))
+        names = [table.name for table in self.plan.tables]
+        require(
+            len({*names}) == len(names) and all(name and "." not in name for name in names),
+            f"tables named {', '.join(map(repr, names))}",
+            "different names without dots, which are keys of the state_dict",
+            "rename tables",
+        )
+        self.embedding_bags = nn.Module()
+        for shard in self.plan.of_rank(self.rank):
+            table = self.plan.tables[shard.table]
+            weight = torch.empty(table.rows, shard.dim, dtype=dtype, device=device)
+            # not add_module, which refuses names that a module has as attributes, such as "type"
+            bag = self.embedding_bags._modules.setdefault(table.name, nn.Module())
+            assert bag is not None, "set above"
+            bag.register_parameter(f"weight{self._suffix(shard)}", nn.Parameter(weight))
         # Tells a rank without tables whether the tables of others are trained. Not in checkpoints.
         self.anchor = (
             None
@@ -147,26 +163,39 @@ class ShardedEmbeddingBag(nn.Module):
             self.register_buffer(
                 "rate", torch.empty(1, dtype=torch.float32, device=device), persistent=False
             )
-        for number, weight in enumerate(self.weights() if optimizer == "adagrad" else []):
-            self.register_buffer(
-                f"moment_{number}", torch.empty(weight.shape[0], dtype=torch.float32, device=device)
-            )
+        for bag, suffix in self._parts() if optimizer == "adagrad" else []:
+            rows = getattr(bag, f"weight{suffix}").shape[0]
+            moment = torch.empty(rows, dtype=torch.float32, device=device)
+            bag.register_buffer(f"moment{suffix}", moment)
+        self.register_load_state_dict_post_hook(_follow_weights)
         self.reset_parameters()
+
+    def _suffix(self, shard: Shard) -> str:
+        """What names of a part end in: its first column, if it is not a whole table."""
+        whole = shard.dim == self.plan.tables[shard.table].dim
+        return "" if whole else f"_{shard.column}"
+
+    def _parts(self) -> list[tuple[nn.Module, str]]:
+        """The module and the suffix of each part of this rank, in the order of the plan."""
+        tables = self.plan.tables
+        return [
+            (self.embedding_bags._modules[tables[s.table].name], self._suffix(s))  # type: ignore
+            for s in self.plan.of_rank(self.rank)
+        ]
 
     @property
     def optimizer(self) -> FusedOptimizer | None:
-        """The optimizer that backward applies. ``rate`` and ``moment_i`` are buffers of this
-        module."""
+        """The optimizer that backward applies. ``rate`` and the moments are buffers."""
         if self.kind is None:
             return None
         self._refuse_parametrized("a fused step")
-        rate, *moments = (getattr(self, name) for name in self._optimizer_state())
+        rate, *moments = (getattr(owner, name) for owner, name, _ in self._optimizer_state())
         return FusedOptimizer(self.kind, rate, moments, self.epsilon)
 
     def _refuse_parametrized(self, what: str) -> None:
         """Refuse to write to parametrized weights: they are computed for each use, so it would be
         lost."""
-        fits = not hasattr(self, "parametrizations")
+        fits = not any(hasattr(module, "parametrizations") for module in self.modules())
         require(
             fits,
             f"{what} of parametrized tables",
@@ -174,36 +203,26 @@ class ShardedEmbeddingBag(nn.Module):
             "remove the parametrization, or use an optimizer of torch",
         )
 
-    def _optimizer_state(self) -> dict[str, float]:
-        """The buffers of the optimizer and their initial values; users may register others."""
-        moments = len(self.plan.of_rank(self.rank)) if self.kind == "adagrad" else 0
-        return (
-            {}
-            if self.kind is None
-            else {"rate": self.learning_rate, **{f"moment_{i}": 0.0 for i in range(moments)}}
-        )
-
-    def _move_state(self, name: str, old: torch.Tensor, device: torch.device) -> None:
-        """Set buffer ``name`` to ``old`` on ``device``, or to its initial value if ``old`` is a
-        meta tensor, since no checkpoint has the rate."""
-        new = (
-            torch.full_like(old, self._optimizer_state()[name], device=device)
-            if old.is_meta
-            else old.to(device)
-        )
-        setattr(self, name, new)
+    def _optimizer_state(self) -> list[tuple[nn.Module, str, float]]:
+        """The buffers of the optimizer: module, name and initial value; users may register
+        others."""
+        if self.kind is None:
+            return []
+        parts = self._parts() if self.kind == "adagrad" else []
+        rate: tuple[nn.Module, str, float] = (self, "rate", self.learning_rate)
+        return [rate, *((bag, f"moment{suffix}", 0.0) for bag, suffix in parts)]
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> ShardedEmbeddingBag:
         """As in ``nn.Module``, but the buffers of the optimizer keep their dtype and values: only
         their device may change."""
-        before = {name: getattr(self, name) for name in self._optimizer_state()}
+        before = [(*state, getattr(*state[:2])) for state in self._optimizer_state()]
         super()._apply(fn, recurse)
         # also on a rank without tables
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        for name, old in before.items():
-            self._move_state(name, old, getattr(self, name).device)
+        for owner, name, start, old in before:
+            _move_state(owner, name, start, old, getattr(owner, name).device)
         return self
 
     def _save_to_state_dict(
@@ -228,18 +247,13 @@ class ShardedEmbeddingBag(nn.Module):
         super()._load_from_state_dict(
             known, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # weights are on the device of the checkpoint: move what it does not have there, too
-        if local_metadata.get("assign_to_params_buffers", False):
-            if self.anchor is not None and self.anchor.is_meta:
-                fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
-                self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)
-            for name in self._optimizer_state():
-                self._move_state(name, getattr(self, name), self.device_and_dtype()[0])
+        # the next hook follows weights to the device of the checkpoint
+        self._assigned = local_metadata.get("assign_to_params_buffers", False)
 
     def weights(self) -> list[torch.Tensor]:
         """This rank's parts, in the order of the plan: parameters, or what replaces them
         (parametrizations, functional calls)."""
-        return [getattr(self, f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
+        return [getattr(bag, f"weight{suffix}") for bag, suffix in self._parts()]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -248,12 +262,12 @@ class ShardedEmbeddingBag(nn.Module):
         self._refuse_parametrized("reset_parameters")
         weights = self.weights()
         # also on a rank without tables, so that later draws are the same on all ranks
-        seed = draw_seed(next(self.parameters(recurse=False)))
+        seed = draw_seed(next(self.parameters()))
         for weight, shard in zip(weights, self.plan.of_rank(self.rank), strict=True):
             number = (shard.table << 20) + shard.column  # the same on whichever rank it is
             nn.init.normal_(weight, generator=generator_of(weight, seed, number))
-        for name, start in self._optimizer_state().items():
-            getattr(self, name).fill_(start)
+        for owner, name, start in self._optimizer_state():
+            getattr(owner, name).fill_(start)
 
     @torch.no_grad()
     def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
@@ -363,6 +377,29 @@ class ShardedEmbeddingBag(nn.Module):
             f"{len(self.plan.tables)} tables / {self.world_size} ranks, "
             f"{self.layout.width} columns, mode={self.mode!r}"
         )
+
+
+def _move_state(
+    owner: nn.Module, name: str, start: float, old: torch.Tensor, device: torch.device
+) -> None:
+    """Set buffer ``name`` of ``owner`` to ``old`` on ``device``, or to its initial value if ``old``
+    is a meta tensor, since no checkpoint has the rate."""
+    new = torch.full_like(old, start, device=device) if old.is_meta else old.to(device)
+    setattr(owner, name, new)
+
+
+def _follow_weights(module: nn.Module, _keys: object) -> None:
+    """After ``load_state_dict(assign=True)`` weights are on the device of the checkpoint: move what
+    it does not have there, too."""
+    assert isinstance(module, ShardedEmbeddingBag), "registered there"
+    if not module._assigned:
+        return
+    device, anchor = module.device_and_dtype()[0], module.anchor
+    if anchor is not None and anchor.is_meta:
+        fresh = torch.zeros_like(anchor, device=device)
+        module.anchor = nn.Parameter(fresh, requires_grad=anchor.requires_grad)
+    for owner, name, start in module._optimizer_state():
+        _move_state(owner, name, start, getattr(owner, name), device)
 
 
 def _check_options(

@@ -5,121 +5,107 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, pad, relu, silu
 
 from tileweave.errors import require
 from tileweave.nn.linear import fill_shard, under_autocast
-from tileweave.ops.core.registry import group_of, name_of
+from tileweave.nn.replicated import replicate
+from tileweave.nn.routers import SoftmaxTopK
+from tileweave.nn.shards import ShardedModule, is_dtensor, local, mesh_of, sharded
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
+from tileweave.ops.core.replicated import copy_to_group, gather_parts, own_part
 from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
+from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.ops.experts.swiglu import swiglu
 
+# Functions of an expert's rows [gate, up]; names of transformers' ``hidden_act``.
+ACTIVATIONS = {
+    "silu": silu,
+    "swiglu": silu,
+    "gelu": gelu,
+    "geglu": gelu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
+CLAMPED = "clamped_swiglu"  # of gpt-oss
+ALPHA, LIMIT = 1.702, 7.0
 
-class SoftmaxTopK(nn.Module):
-    """The default router: softmax over all experts in fp32, then the k largest weights.
 
-    It maps x [T, H] to (weights [T, k] fp32, ids [T, k] int64). Its ``weight`` [E, H] is the same
-    on every rank. Logits are computed in the wider dtype of x and ``weight``, so a router in fp32
-    (``moe.gate.float()``) computes in fp32 for tokens in bf16.
-
-    Parameters
-    ----------
-    hidden_size : int
-        H, the size of a token.
-
-    num_experts : int
-        E, the experts of all ranks.
-
-    top_k : int
-        k, the experts per token.
-
-    normalize : bool
-        scale the k weights of a token to a sum of 1.
-
-    device, dtype : optional
-        of ``weight``.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        normalize: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.top_k, self.normalize = top_k, normalize
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        logits = linear(x.to(dtype), self.weight.to(dtype))
-        weights, ids = logits.float().softmax(-1).topk(self.top_k, -1)
-        return weights / weights.sum(-1, keepdim=True) if self.normalize else weights, ids
-
-    def extra_repr(self) -> str:
-        return f"experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"
+def activate(y: torch.Tensor, plan: RoutingPlan, hidden_act: str) -> torch.Tensor:
+    """The activation of each row [gate, up] of ``plan``; undefined rows stay undefined."""
+    if hidden_act in ("silu", "swiglu"):
+        return swiglu(y, plan)
+    gate, up = y.chunk(2, -1)
+    if hidden_act == CLAMPED:
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (gate * (ALPHA * gate).sigmoid() * (up + 1)).contiguous()
+    return (ACTIVATIONS[hidden_act](gate) * up).contiguous()
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` without biases: the shared expert. It is replicated and
+    """``down(act(gate(x)) * up(x))`` without biases: the shared expert. It is replicated and
     computes own tokens only."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
+        hidden_act: str,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.act = ACTIVATIONS[hidden_act]
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, False, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Experts(nn.Module):
-    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H] (gate rows, then up rows) and
-    ``down_proj`` [E / R, H, I]."""
+class Experts(ShardedModule):
+    """All experts, stacked, DTensors sharded by expert: ``gate_up_proj`` [E, 2 I, H] (gate rows,
+    then up rows) and ``down_proj`` [E, H, I]; with biases also ``gate_up_proj_bias`` [E, 2 I] and
+    ``down_proj_bias`` [E, H]."""
 
     def __init__(
         self,
         count: int,
         hidden_size: int,
         intermediate_size: int,
-        group_name: str,
+        bias: bool,
+        group: Group | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        from torch.distributed.tensor import Shard
+
         super().__init__()
-        self.group_name = group_name
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
-        )
-        self.down_proj = nn.Parameter(
-            torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype)
-        )
+        self.group_name, self.hidden_size = name_of(group), hidden_size
+        self.intermediate_size = intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up_proj": (2 * intermediate_size, hidden_size),
+            "down_proj": (hidden_size, intermediate_size),
+        }
+        if bias:
+            shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            shard = torch.empty(count, *shape, device=device, dtype=dtype)
+            setattr(self, name, sharded(shard, mesh_of(group, shard.device), Shard(0)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            fill_shard(parameter, 1 / math.sqrt(parameter.shape[2]), self.group_name)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                inner = self.hidden_size if "gate_up" in name else self.intermediate_size
+                fill_shard(local(parameter), 1 / math.sqrt(inner), self.group_name)
 
 
 class MoE(nn.Module):
@@ -129,16 +115,22 @@ class MoE(nn.Module):
 
     ==============================  ==================  ======================================
     gate.weight                     [E, H]              router; the same on every rank
-    experts.gate_up_proj            [E / R, 2 I, H]     SwiGLU experts of this rank, stacked
-    experts.down_proj               [E / R, H, I]
+    experts.gate_up_proj            [E, 2 I, H]         experts, stacked; E / R on each rank
+    experts.down_proj               [E, H, I]
+    experts.gate_up_proj_bias       [E, 2 I]            with ``bias``
+    experts.down_proj_bias          [E, H]
     shared_experts.*_proj.weight    as in nn.Linear     optional; the same on every rank
-    x                               [..., H]            this rank's tokens
+    x                               [..., H]            tokens, this rank's or of all ranks
     y                               [..., H]            of the same shape and dtype
     ==============================  ==================  ======================================
 
+    Parameters are DTensors, ``Shard(0)`` for experts and ``Replicate()`` for router and shared
+    expert.
+
     Names and layouts are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of
     transformers 5 (experts stacked), and of ``DeepseekV3MoE`` for the shared expert.
-    :meth:`load_whole_state_dict` reads the state_dict of such a block.
+    ``load_state_dict`` reads the state_dict of such a block; pass its ``hidden_act``, which the
+    state_dict does not have.
 
     Parameters
     ----------
@@ -157,18 +149,29 @@ class MoE(nn.Module):
     shared_intermediate_size : int
         inner size of the shared expert; 0: no shared expert.
 
+    hidden_act : str
+        activation of experts: "silu" (SwiGLU), "gelu" or "gelu_pytorch_tanh" (GeGLU), "relu", or
+        "clamped_swiglu" (of gpt-oss, with gate rows before up rows).
+
+    bias : bool
+        whether experts have biases.
+
+    tokens : str
+        "own": each rank has its tokens. "replicated": all ranks have the same tokens, as after a
+        tensor-parallel attention; each computes a slice of them, and results are gathered.
+
     normalize : bool
         scale the k softmax weights of a token to a sum of 1 (``norm_topk_prob``).
 
     router : nn.Module, optional
-        replaces :class:`SoftmaxTopK`. It maps x [T, H] to (weights [T, k] fp32, ids [T, k]). Ids
-        count the experts of all ranks; -1 is no expert.
+        replaces :class:`SoftmaxTopK`, such as :class:`SigmoidTopK`. It maps x [T, H] to (weights
+        [T, k] fp32, ids [T, k]). Ids count the experts of all ranks; -1 is no expert.
 
     max_tokens : int, optional
         the largest number of tokens on any rank, the same on all ranks. None: all ranks pass the
         same number of tokens.
 
-    group : ProcessGroup, optional
+    group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the experts; None is the default group.
 
     device, dtype : optional
@@ -177,7 +180,8 @@ class MoE(nn.Module):
     Raises
     ------
     InputError
-        if ``num_experts`` is not a multiple of R, ``top_k`` is larger, or x does not fit. For
+        if ``num_experts`` is not a multiple of R, ``top_k`` is larger, the activation is unknown,
+        or x does not fit. For
         other errors of a call see ``tileweave.dispatch_grouped_matmul`` and
         ``tileweave.grouped_matmul_combine``.
 
@@ -186,8 +190,8 @@ class MoE(nn.Module):
     Use the same seed on all ranks before making the layer. Router and shared expert are replicated
     and are then equal on all ranks. Experts are drawn with a generator per rank and differ.
 
-    Gradients of experts are complete: they include the tokens of all ranks. Gradients of router and
-    shared expert include own tokens only; sum them over the group as for any replicated parameter.
+    All gradients are complete: those of experts include the tokens of all ranks, those of router
+    and shared expert are summed over ranks in backward.
     Either all ranks run backward or none does, and x requires a gradient on all ranks or on none,
     also on ranks without tokens; see ``tileweave.dispatch_grouped_matmul``.
 
@@ -203,10 +207,13 @@ class MoE(nn.Module):
         top_k: int,
         *,
         shared_intermediate_size: int = 0,
+        hidden_act: str = "silu",
+        bias: bool = False,
+        tokens: str = "own",
         normalize: bool = True,
         router: nn.Module | None = None,
         max_tokens: int | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -222,38 +229,55 @@ class MoE(nn.Module):
             "a multiple of the world size, and top_k from 1 to the number of experts",
             "choose another group",
         )
+        known = (*ACTIVATIONS, CLAMPED)[: len(ACTIVATIONS) + (not shared_intermediate_size)]
+        require(
+            hidden_act in known,
+            f"hidden_act={hidden_act!r}",
+            ", ".join(known),
+            "pass one of these, or call the operators with an activation of yours",
+        )
+        require(
+            tokens in ("own", "replicated"),
+            f"tokens={tokens!r}",
+            '"own" or "replicated"',
+            "pass one",
+        )
+        self.hidden_act, self.tokens = hidden_act, tokens
         if router is None:
             router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
         self.gate = router
         count = num_experts // self.world_size
-        self.experts = Experts(
-            count, hidden_size, intermediate_size, self.group_name, device, dtype
-        )
+        self.experts = Experts(count, hidden_size, intermediate_size, bias, group, device, dtype)
         self.shared_experts = None
         if shared_intermediate_size:
-            self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, device, dtype)
+            self.shared_experts = GatedMLP(
+                hidden_size, shared_intermediate_size, hidden_act, device, dtype
+            )
+        # each rank applies them to its own tokens
+        mesh = mesh_of(group, next(self.experts.parameters()).device)
+        for module in (self.gate, self.shared_experts):
+            if module is not None:
+                replicate(module, mesh, sums=True)
 
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state_dict of the whole layer, with all experts stacked; each rank takes its
-        own.
+        own. As ``load_state_dict``, with another error.
 
         Raises
         ------
         InputError
             if an ``experts.*`` tensor does not have all E experts.
         """
-        first = dist.get_rank(group_of(self.group_name)) * (self.num_experts // self.world_size)
-        mine = slice(first, first + self.num_experts // self.world_size)
-        stacked = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
-        # a shard, or the tensor of another layer, would be sliced, too, and fit on some ranks
-        for name, tensor in stacked.items():
+        for name, tensor in state.items():
             require(
-                tensor.dim() > 0 and tensor.shape[0] == self.num_experts,
+                not name.startswith("experts.")
+                or is_dtensor(tensor)
+                or (tensor.dim() > 0 and tensor.shape[0] == self.num_experts),
                 f"{name} {tuple(tensor.shape)}",
                 f"all {self.num_experts} experts of the layer, stacked",
-                "pass the state_dict of the whole layer, or this rank's own to load_state_dict",
+                "pass the state_dict of the whole layer",
             )
-        self.load_state_dict({**state, **{name: tensor[mine] for name, tensor in stacked.items()}})
+        self.load_state_dict(state)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
@@ -264,20 +288,66 @@ class MoE(nn.Module):
             "pass tokens of hidden_size",
         )
         # an x of two dimensions stays a view, which may have any strides
-        tokens = x.reshape(-1, self.hidden_size).contiguous()
+        tokens = x.reshape(-1, self.hidden_size)
+        if self.tokens == "own":
+            return self._own_tokens(tokens.contiguous(), None).view(x.shape)
+        rank, size = rank_and_size(self.group_name)
+        count = tokens.shape[0]
+        each = -(-count // size)
+        mine = own_part(pad(tokens, (0, 0, 0, each * size - count)), 0, self.group_name)
+        y = self._own_tokens(mine, count - rank * each)
+        return gather_parts(y, 0, self.group_name)[:count].view(x.shape)
+
+    def _own_tokens(self, tokens: torch.Tensor, count: int | None) -> torch.Tensor:
+        """The layer for this rank's tokens, of which only the first ``count`` are tokens."""
+        experts, act = self.experts, self.hidden_act
         weights, ids = self.gate(tokens)
-        rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)
+        if count is not None:
+            beyond = torch.arange(ids.shape[0], device=ids.device) >= count
+            ids = ids.masked_fill(beyond[:, None], -1)
+        ids, weights = ids.contiguous(), weights.contiguous()
+        rows, up, down = under_autocast(
+            tokens, local(experts.gate_up_proj), local(experts.down_proj)
+        )
         y, plan = dispatch_grouped_matmul(
-            rows, up, ids.contiguous(), group=self.group_name, max_tokens=self.max_tokens
+            rows, up, ids, group=self.group_name, max_tokens=self.max_tokens
         )
+        biases = experts._parameters.get("gate_up_proj_bias")
+        if biases is not None:
+            y = y + _bias_of_rows(local(biases), plan).to(y.dtype)
         z = grouped_matmul_combine(
-            swiglu(y, plan), down, plan, weights.contiguous(), group=self.group_name
+            activate(y, plan, act), down, plan, weights, group=self.group_name
         )
-        if self.shared_experts is not None:
-            z = z + self.shared_experts(tokens)
-        return z.view(x.shape)
+        if biases is not None:
+            shard = local(experts.down_proj_bias)
+            z = z + _bias_of_tokens(shard, ids, weights, self.group_name).to(z.dtype)
+        return z if self.shared_experts is None else z + self.shared_experts(tokens)
 
     def extra_repr(self) -> str:
         return (
-            f"hidden_size={self.hidden_size}, experts={self.num_experts} / {self.world_size} ranks"
+            f"hidden_size={self.hidden_size}, "
+            f"experts={self.num_experts} / {self.world_size} ranks, "
+            f"hidden_act={self.hidden_act!r}, tokens={self.tokens!r}"
         )
+
+
+def _bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """[E / R, N] -> [bound, N]: the bias of each row's expert, 0 for undefined rows, whose gradient
+    is then left out."""
+    rows = torch.arange(plan.bound, dtype=torch.int32, device=bias.device)
+    expert = torch.searchsorted(plan.offsets[1:], rows, right=True)
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
+
+
+def _bias_of_tokens(
+    bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group_name: str
+) -> torch.Tensor:
+    """[E / R, N] -> [T, N]: the weighted sum of the biases of each token's experts.
+
+    Biases of all experts are small: they are gathered, so that no second combine is needed.
+    """
+    everyone = copy_to_group(gather_parts(bias, 0, group_name), group_name)
+    chosen = weights.new_zeros(ids.shape[0], everyone.shape[0])
+    used = weights.masked_fill(ids < 0, 0)
+    chosen = chosen.scatter_add(1, ids.long().clamp(min=0), used)
+    return chosen.to(everyone.dtype) @ everyone

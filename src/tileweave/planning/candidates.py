@@ -5,7 +5,7 @@ This is the only statement of which kernel takes which sizes. No torch, no trito
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -88,15 +88,32 @@ _EXCHANGE_BEFORE = (
     _FLAT,
     _SMALL,
 )
-_HOPPER = {
-    "all_gather_matmul": _GATHER,
-    "matmul_reduce_scatter": _SCATTER,
-    "matmul_all_reduce": _REDUCE,
-    "matmul_all_to_all": _EXCHANGE_AFTER,
-    "all_to_all_matmul": _EXCHANGE_BEFORE,
-}
 
-TUNABLE = tuple(_HOPPER)  # operators with candidates
+
+@dataclass(frozen=True, slots=True)
+class MatmulOperator:
+    """What the planner knows about one operator.
+
+    collective : what its unfused path communicates by.
+    purpose : what it does with shards, for the reasons that plans give.
+    configs : its candidates on Hopper.
+    """
+
+    name: str
+    collective: str
+    purpose: str
+    configs: tuple[MatmulConfig, ...]
+
+
+_PLANNED = (
+    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER),
+    MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE),
+    MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
+    MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
+)
+PLANNED = {one.name: one for one in _PLANNED}
+TUNABLE = tuple(PLANNED)  # operators with candidates
 
 
 # Bytes of shared memory that a program may have, by architecture; at least that of sm_86.
@@ -117,7 +134,7 @@ def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
     )
 
 
-_PORTABLE = {op: _portable(configs) for op, configs in _HOPPER.items()}
+_PORTABLE = {name: _portable(one.configs) for name, one in PLANNED.items()}
 
 
 def _interpreted(op: str) -> tuple[MatmulConfig, ...]:
@@ -137,7 +154,7 @@ def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...
     elif p.dtype == "float32":
         known = ()  # not a tensor-core dtype
     else:
-        known = (_HOPPER if machine.hopper else _PORTABLE)[op]
+        known = PLANNED[op].configs if machine.hopper else _PORTABLE[op]
     return tuple(config for config in known if can_run(op, config, p, machine))
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from tileweave.planning import choices
-from tileweave.planning.candidates import can_run
+from tileweave.planning.candidates import PLANNED, can_run
 from tileweave.planning.machine import Machine
 from tileweave.planning.planner import planner_of
 from tileweave.planning.problem import (
@@ -143,20 +143,10 @@ def plan_matmul_all_reduce(
     return _plan("matmul_all_reduce", problem, machine, interpreting)
 
 
-# What each operator does with shards, for the reasons that plans give.
-_PURPOSE = {
-    "all_gather_matmul": "gather",
-    "matmul_reduce_scatter": "reduce",
-    "matmul_all_reduce": "reduce",
-    "matmul_all_to_all": "exchange",
-    "all_to_all_matmul": "exchange",
-}
-
-
 def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """What can run, then what is fastest: measured here, otherwise predicted."""
     if p.world_size == 1:
-        return Plan("local", f"a group of one rank has nothing to {_PURPOSE[op]}")
+        return Plan("local", f"a group of one rank has nothing to {PLANNED[op].purpose}")
     reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
     if reason is None and p.rows * p.depth > MOST_ELEMENTS:
         reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"

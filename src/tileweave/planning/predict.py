@@ -7,19 +7,13 @@ has ended, or when the last shard has come and what needs it is multiplied, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
-COLLECTIVE = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_to_all": "all_to_all",
-    "all_to_all_matmul": "all_to_all",
-}
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -58,9 +52,11 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     if c is None:
         whole = w.nbytes * p.world_size / (p.world_size - 1)
         return _cublas(w.m, w.n, w.k, p, costs) + costs.nccl(
-            COLLECTIVE[op], p.world_size, whole, link_rate
+            PLANNED[op].collective, p.world_size, whole, link_rate
         )
     if c.kernel == "library" and c.transport == "sm":
+        if op == "matmul_all_reduce" and c.shots == 1:  # whole partial sums to all others
+            w = replace(w, nbytes=w.nbytes * p.world_size, steps=1)
         return _launch_and_cublas(p, w, costs, link_rate)
     if c.kernel == "library":
         return _cublas_per_shard(p, w, costs, link_rate)

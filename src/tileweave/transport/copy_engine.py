@@ -19,6 +19,7 @@ import torch
 from tileweave.transport.interface import Copies, Copy
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
 _MOST_GRAPHS = 128  # per queue
 # of the same copies: pushes of an address before it has a graph of its own, and such addresses
@@ -129,11 +130,25 @@ def driver() -> ctypes.CDLL:
         "cuGraphInstantiateWithFlags": [at(handle), handle, words],
         "cuGraphExecMemcpyNodeSetParams": [handle, handle, at(_Block), handle],
         "cuGraphLaunch": [handle, handle],
+        "cuPointerGetAttribute": [at(words), ctypes.c_int, words],
         "cuGraphExecDestroy": [handle],
         "cuGraphDestroy": [handle],
     }.items():
         getattr(library, name).argtypes = types
     return library
+
+
+def _allocation(address: int) -> int:
+    """A number that the driver gives to the allocation at ``address``, and to no other; 0 for
+    memory that is gone. Takes 1 us.
+
+    A graph must not be launched or changed once memory of its copies was freed, even if new memory
+    has the same address: the driver crashes. ``torch.cuda.empty_cache()`` frees memory, and every
+    capture calls it.
+    """
+    found = ctypes.c_uint64()
+    status = driver().cuPointerGetAttribute(found, _BUFFER_ID, address)
+    return 0 if status else found.value
 
 
 def _check_status(status: int, what: str) -> None:
@@ -159,7 +174,7 @@ class _Graph:
         self._graph, self._ready = ctypes.c_void_p(), ctypes.c_void_p()
         # copies whose source or target is the address that a push gives
         self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []
-        self.given = given
+        self.given, self.allocation = given, _allocation(given) if given else 0
         what = "a graph of copies to peers"
         _check_status(self._driver.cuStreamGetCtx(stream, self._context), what)
         _check_status(self._driver.cuGraphCreate(self._graph, 0), what)
@@ -226,12 +241,14 @@ class _Graph:
 
     def point(self, given: int) -> bool:
         """Change the address that a push gives; False if the driver cannot change it in this
-        graph."""
+        graph, or the memory that the graph has now is gone."""
+        if self.given and _allocation(self.given) != self.allocation:
+            return False
         for copy, node, about in self._moving:
             about.target_device, about.source_device = copy.ends(given)
             if self._driver.cuGraphExecMemcpyNodeSetParams(self._ready, node, about, self._context):
                 return False
-        self.given = given
+        self.given, self.allocation = given, _allocation(given) if given else 0
         return True
 
     def launch(self, stream: int) -> None:
@@ -290,11 +307,13 @@ class _Graphs:
         return len(self._fixed) + (self._pointed is not None)
 
     def find(self, source: int) -> _Graph | None:
-        """The graph that has this address already."""
+        """The graph that has the memory at this address already."""
         pointed = self._pointed
-        if pointed is not None and pointed.given == source:
+        if pointed is None or pointed.given != source:
+            pointed = self._fixed.get(source)
+        if pointed is None or not source or pointed.allocation == _allocation(source):
             return pointed
-        return self._fixed.get(source)
+        return None
 
     def make(self, source: int, stream: int) -> _Graph:
         """A graph for an address that none has: made, or pointed there."""

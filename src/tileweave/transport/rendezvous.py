@@ -115,6 +115,11 @@ def _give_up(store: dist.Store, number: int, keys: Sequence[str]) -> tuple[str, 
     return _GIVEN_UP, -1
 
 
+def reopened(group: dist.ProcessGroup) -> None:
+    """Note that ``group`` has a workspace on this rank again, which was set aside meanwhile."""
+    _CLOSED.discard(group)
+
+
 class Texts:
     """The texts that the ranks of ``group`` exchange while they share one workspace."""
 

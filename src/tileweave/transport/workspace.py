@@ -239,10 +239,20 @@ class Instance:
 
     @torch.inference_mode(False)
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself."""
-        if self._scratch is None or self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.transport.device)
-        return self._scratch[:nbytes]
+        """Local memory, uint8 ``[nbytes]``, for what one eager call needs only itself.
+
+        What it replaces is kept, because graphs of copies have its address; it doubles, so that is
+        at most as much again.
+        """
+        found = self._scratch
+        if found is None or found.numel() < nbytes:
+            made = nbytes
+            if found is not None:
+                self._held.append(found)
+                made = max(made, 2 * found.numel())
+            found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
+            self._scratch = found
+        return found[:nbytes]
 
     def keep(self, key: object, value: object) -> None:
         """Put ``value`` into the cache. The cache is emptied first if it is full."""
@@ -475,6 +485,23 @@ class Registry:
                 del self._workspaces[key]
             else:
                 self._workspaces[key] = before
+
+    @contextmanager
+    def set_aside(self, group_name: str) -> Iterator[None]:
+        """Inside, the group has no workspace: calls make another one, which is closed at the end.
+        Then it has its own again, with the memory that graphs read and write."""
+        kept = {key: one for key, one in self._workspaces.items() if key[0] == group_name}
+        broken = {key: calls for key, calls in self._broken.items() if key[0] == group_name}
+        for key in kept:
+            del self._workspaces[key]
+        try:
+            yield
+        finally:
+            self.close(group_name)
+            for workspace in kept.values():
+                workspace.accepted.clear()  # plans may have changed
+            self._workspaces.update(kept)
+            self._broken.update(broken)
 
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None

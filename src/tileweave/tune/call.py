@@ -1,7 +1,7 @@
 """``tw.warmup(..., tune=True)``: tune the sizes that are warmed up, inside a running program.
 
-It measures in a group of its own over the same ranks, with memory of its own. So workspaces of the
-program, and graphs that were captured with them, stay as they are.
+It measures in a workspace of its own. That of the program, and graphs that were captured with it,
+stay as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tileweave as tw
 from tileweave.bench.cases import Case
 from tileweave.bench.samples import samples_of
 from tileweave.errors import require
@@ -26,6 +25,8 @@ from tileweave.planning import cache, choices
 from tileweave.planning.candidates import TUNABLE
 from tileweave.planning.problem import Problem
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.transport.rendezvous import reopened
+from tileweave.transport.workspace import REGISTRY
 from tileweave.tune.run import on_rank_0, tune_case
 
 _LOG = logging.getLogger("tileweave")
@@ -41,6 +42,11 @@ class _InGroup(Member):
     @property
     def group(self) -> dist.ProcessGroup:
         return self.of
+
+    def barrier(self) -> None:
+        self.synchronize()
+        dist.barrier(self.of, device_ids=[self.device.index] if self.on_gpu else None)
+        self.synchronize()
 
 
 def tune_call(op: str, *args: Any, **kwargs: Any) -> None:
@@ -98,9 +104,9 @@ def _tune_sizes(
 def _tune(problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: torch.device) -> None:
     size = dist.get_world_size(of)
     key = tuned_choices.key_of(device, size)
-    own: Any = dist.new_group(dist.get_process_group_ranks(of), use_local_synchronization=True)
-    try:
-        member = _InGroup(dist.get_rank(of), size, device, own)
+    member = _InGroup(dist.get_rank(of), size, device, of)
+    had_workspace = REGISTRY.find(name_of(of), device) is not None
+    with REGISTRY.set_aside(name_of(of)):
         on_rank_0(member, lambda: cache.require_writable(key))
         for number, (op, problem) in enumerate(problems):
             case = case_of(op, problem)
@@ -111,9 +117,8 @@ def _tune(problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: to
                 *(op, case.name, number + 1, len(problems)),
                 *(row.now, row.us, row.before, row.us_before),
             )
-    finally:
-        tw.close(own)
-        dist.destroy_process_group(own)
+    if had_workspace:
+        reopened(of)
 
 
 def problem_of_call(

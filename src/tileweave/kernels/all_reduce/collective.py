@@ -333,10 +333,13 @@ def launcher(
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> Call:
-        added = Tensors(
-            x, out if bias is None else bias, out if residual is None else residual, out
+        start, to = x.data_ptr(), out.data_ptr()
+        words = (
+            start,
+            to if bias is None else bias.data_ptr(),
+            to if residual is None else residual.data_ptr(),
+            to,
         )
-        words = [t.data_ptr() for t in added]
 
         def changing() -> dict[str, Any]:
             require(
@@ -346,10 +349,15 @@ def launcher(
                 "call .contiguous()",
             )
             chosen = choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
+            added = Tensors(
+                x, out if bias is None else bias, out if residual is None else residual, out
+            )
             return {"tensors": added, "C": chosen}
 
-        aligned = [word % 16 == 0 for word in words]
-        return Call((bias is None, residual is None, *aligned), words, changing)
+        aligned: object = (words[0] | words[1] | words[2] | to) & 15 == 0
+        if not aligned:
+            aligned = tuple(word % 16 == 0 for word in words)
+        return Call((bias is None, residual is None, aligned), words, changing)
 
     blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
     programs = min(num_sms * per_sm, blocks)

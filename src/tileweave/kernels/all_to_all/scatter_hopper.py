@@ -97,6 +97,7 @@ def launcher(
         "slot0_desc": unused,  # nothing comes back through the ring
         "slot1_desc": unused,
         "mirror_desc": unused,
+        "residual_desc": unused,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, x_step, w_step, out_pitch, out_step, out_size),
         "part_rows": rows,

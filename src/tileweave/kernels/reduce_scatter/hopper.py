@@ -68,12 +68,14 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 
 
 class Operands(NamedTuple):
-    """Descriptors that *load* reads through: x, w, and what copy engines brought to either slot."""
+    """Descriptors that *load* reads through: x, w, what copy engines brought to either slot, and
+    what is added to own tiles."""
 
     x: Any
     w: Any
     slot0: Any
     slot1: Any
+    residual: Any
 
 
 class Tensors(NamedTuple):
@@ -125,6 +127,8 @@ class Choices(NamedTuple):
         *multiply* stores them.
 
     MIRROR : TMA stores own tiles a second time, where peers read them. Only with ``WHOLE``.
+
+    HAS_RESIDUAL : a residual of the own rows is added, as what a peer sends. Not with ``PUSH``.
     """
 
     WORLD_SIZE: int
@@ -142,6 +146,7 @@ class Choices(NamedTuple):
     WHOLE: bool
     HAS_BIAS: bool = False
     MIRROR: bool = False
+    HAS_RESIDUAL: bool = False
 
 
 @gluon.jit
@@ -178,6 +183,17 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
             if (program == owner) & (first_row // rows == rank):
                 row = first_row - rank * rows
                 chunk = row // TILE_M // tiles.chunk_rows
+                if C.HAS_RESIDUAL:
+                    for piece in gl.static_range(TILE_N // PIECE):
+                        at = claim(ring, turn, TILE_M * PIECE * 2, STAGES)
+                        piece_col = col * TILE_N + piece * PIECE
+                        load_async(
+                            operands.residual,
+                            [row, piece_col],
+                            ring.ready.index(at),
+                            ring.a.index(at),
+                        )
+                        turn += 1
                 for step in gl.static_range(1, WORLD_SIZE):  # in order of arrival
                     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
                     if ((arrived >> chunk) & 1) == 0:
@@ -266,7 +282,8 @@ def multiply_partition(
             pieces = pieces_of(acc, TILE_N)
             parts = helpers
             if not C.PUSH and not C.EXCHANGE:
-                num_peers = (home == tiles.rank).to(gl.int32) * (WORLD_SIZE - 1)
+                ADDED: gl.constexpr = WORLD_SIZE if C.HAS_RESIDUAL else WORLD_SIZE - 1
+                num_peers = (home == tiles.rank).to(gl.int32) * ADDED
                 helped = Helped(partials, program, helpers, share.team)
                 pieces, turn = add_arrived(pieces, turn, num_peers, ring, helped, C)
                 parts = helpers * 0  # they were added; a number, as ``helpers`` is
@@ -332,6 +349,7 @@ def matmul_reduce_scatter_hopper_kernel(
     out_desc,
     staging_desc,
     mirror_desc,
+    residual_desc,
     tensors,
     peers,
     rank,
@@ -371,7 +389,7 @@ def matmul_reduce_scatter_hopper_kernel(
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
     num_partitions = gl.num_programs(0) * 3
-    operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc)
+    operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc, residual_desc)
     tiles = OwnerTiles(
         rank,
         WORLD_SIZE,
@@ -430,7 +448,6 @@ def matmul_reduce_scatter_hopper_kernel(
 # What changes between the launches of one shape: words, and the bases of descriptors.
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
-MIRRORED = (*MAPS, "mirror_desc")
 
 
 def choices_of(s: ScatterSchedule, c: MatmulConfig, strides_w: Sequence[int]) -> Choices:
@@ -475,10 +492,12 @@ def launcher(
     strides_w: Sequence[int],
     whole: bool,
     mirrored: bool = False,
+    residual_added: bool = False,
 ) -> Launcher:
     """Launches for one shape, called as those of ``triton.launcher``, for what
-    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``: whether there is a
-    mirror, with the strides of ``out``; only with ``whole`` and copy engines."""
+    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``,
+    ``residual_added``: whether there is a mirror, or a residual; only with ``whole`` and copy
+    engines."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
@@ -497,8 +516,9 @@ def launcher(
         slot1_desc = descriptor(base + slot_bytes, dtype, shape, s.pitch, box)
         if whole:
             out_desc = descriptor(base, dtype, [s.rows, s.cols], s.cols, box)
-    descriptors = (x_desc, w_desc, out_desc, staging_desc, *((out_desc,) if mirrored else ()))
-    maps = MIRRORED if mirrored else MAPS
+    further = ("mirror_desc",) * mirrored + ("residual_desc",) * residual_added
+    maps = (*MAPS, *further)
+    descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
     part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
 
     def pack(
@@ -509,6 +529,7 @@ def launcher(
         staging: torch.Tensor | None,
         slot: int,
         mirror: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> Call:
         partials = out
         if part_elements:
@@ -518,15 +539,18 @@ def launcher(
         stored = base if push or not whole else to
         staged = base if staging is None else staging.data_ptr()
         bases = (x.data_ptr(), w.data_ptr(), stored, staged)
-        if mirror is not None:
-            bases = (*bases, mirror.data_ptr())
+        if further:
+            given = (tensor for tensor in (mirror, residual) if tensor is not None)
+            bases = (*bases, *(tensor.data_ptr() for tensor in given))
 
         def changing() -> dict[str, Any]:
             return {
                 **dict(zip(maps, based(descriptors, bases, x.dtype), strict=True)),
                 "tensors": Tensors(added, out, partials),
                 "slot": slot,
-                "C": choices._replace(HAS_BIAS=bias is not None, MIRROR=mirrored),
+                "C": choices._replace(
+                    HAS_BIAS=bias is not None, MIRROR=mirrored, HAS_RESIDUAL=residual_added
+                ),
             }
 
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
@@ -536,6 +560,7 @@ def launcher(
         "slot0_desc": slot0_desc,
         "slot1_desc": slot1_desc,
         "mirror_desc": unused,
+        "residual_desc": unused,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols),
         "part_rows": 0,

@@ -89,8 +89,8 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 
 
 class Tensors(NamedTuple):
-    """Operands and results of a call; ``bias``, ``staging``, ``partials`` and ``mirror`` are any
-    tensor where there is none."""
+    """Operands and results of a call; ``bias``, ``staging``, ``partials``, ``mirror`` and
+    ``residual`` are any tensor where there is none."""
 
     x: Any
     w: Any
@@ -99,6 +99,7 @@ class Tensors(NamedTuple):
     staging: Any
     partials: Any
     mirror: Any
+    residual: Any
 
 
 class Sizes(NamedTuple):
@@ -140,6 +141,8 @@ class Choices(NamedTuple):
     DEPTH_FIRST : ``w`` is contiguous along N.
 
     MIRROR : the result is stored a second time, where peers read it.
+
+    HAS_RESIDUAL : a residual of the own rows is added.
     """
 
     WORLD_SIZE: int
@@ -154,6 +157,7 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     HAS_BIAS: bool = False
     MIRROR: bool = False
+    HAS_RESIDUAL: bool = False
 
 
 @triton.jit
@@ -362,6 +366,11 @@ def matmul_reduce_scatter_kernel(
                 if C.HAS_BIAS:
                     bias = tl.load(tensors.bias + col, mask=col < cols, other=0.0)
                     acc += bias.to(tl.float32)[None, :]
+                if C.HAS_RESIDUAL:
+                    at_row = within.to(tl.int64)[:, None] * cols
+                    mask = own[:, None] & (col < cols)[None, :]
+                    residual = tensors.residual + at_row + col[None, :]
+                    acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
                 acc = tl.where(faulted(peers) != 0, float("nan"), acc)
                 store_rows(acc.to(dtype), out, within, col, cols, own)
                 if C.MIRROR:
@@ -384,8 +393,9 @@ def launcher(
     strides_w: Sequence[int],
 ) -> Launcher:
     """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
-    or None); the caller checks them. ``slot``: which one a copy-engine call uses; a push reads it
-    from the epoch. ``mirror``: memory of the size of ``out`` that gets the result, too.
+    or None, residual or None); the caller checks them. ``slot``: which one a copy-engine call uses;
+    a push reads it from the epoch. ``mirror``: memory of the size of ``out`` that gets the result,
+    too. ``residual``: of that size, added to the result.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -411,23 +421,25 @@ def launcher(
         staging: torch.Tensor | None,
         slot: int,
         mirror: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> Call:
         partials = out
         if part_elements:
             partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
-        given = (x, w, bias, out, staging, partials, mirror)
+        given = (x, w, bias, out, staging, partials, mirror, residual)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
         words = [tensor.data_ptr() for tensor in tensors]
 
         def changing() -> dict[str, Any]:
-            chosen = choices._replace(HAS_BIAS=bias is not None, MIRROR=mirror is not None)
+            chosen = choices._replace(
+                HAS_BIAS=bias is not None,
+                MIRROR=mirror is not None,
+                HAS_RESIDUAL=residual is not None,
+            )
             return {"tensors": tensors, "slot": slot, "C": chosen}
 
-        return Call(
-            (bias is None, mirror is None, *(at % 16 == 0 for at in words)),
-            (*words, slot),
-            changing,
-        )
+        absent = bias is None, mirror is None, residual is None
+        return Call((*absent, *(at % 16 == 0 for at in words)), (*words, slot), changing)
 
     fixed = {
         "peers": peers,

@@ -37,8 +37,10 @@ Group = dist.ProcessGroup | DeviceMesh | str
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
 # os.environ.get() takes 1 us: it encodes the name, and catches an exception
-_VARIABLES = getattr(os.environ, "_data", None)
-_DEBUG = getattr(os.environ, "encodekey", str)("TILEWEAVE_DEBUG")
+_VARIABLES = getattr(os.environ, "_data", os.environ)
+_DEBUG, _INTERPRET = map(
+    getattr(os.environ, "encodekey", str), ("TILEWEAVE_DEBUG", "TRITON_INTERPRET")
+)
 # torch.cuda.current_device() also initialises CUDA
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _SAID: set[tuple[str, str]] = set()  # (operator, what was logged about its calls)
@@ -295,9 +297,14 @@ def machine_of(device: torch.device) -> Machine:
     return describe(device.index)
 
 
+def _is_set(variable: Any) -> bool:
+    """Whether an environment variable, encoded, is set."""
+    return variable in _VARIABLES
+
+
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter in this process, hence on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return _is_set(_INTERPRET) and os.environ["TRITON_INTERPRET"] == "1"
 
 
 def workspace_of(name: str, device: torch.device) -> Workspace:
@@ -414,7 +421,7 @@ def contiguous(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
 def debugging() -> bool:
     """Whether ranks compare all of each call before it, and wait for its end:
     ``TILEWEAVE_DEBUG=1``."""
-    if _VARIABLES is not None and _DEBUG not in _VARIABLES:
+    if not _is_set(_DEBUG):
         return False
     text = os.environ.get("TILEWEAVE_DEBUG", "0")
     if text not in ("", "0", "1"):

@@ -26,6 +26,7 @@ from tileweave.transport.interface import Copies, Copy, Transport
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
+    from tileweave.ops.matmul.concurrent_gather import GatherCall
     from tileweave.ops.matmul.cublas import GatherThenMultiply
     from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
 
@@ -64,9 +65,8 @@ def run_fused(
             rows, _ = how.result(x.shape[0], x.shape[1], chosen.world_size)
         out = x.new_empty(rows, w.shape[0])
     if library:
-        from tileweave.ops.matmul.cublas import multiply_shards
-
-        multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
+        instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, x)
+        multiply(x, w, bias, out, gathered, instance, call, chosen.checksum)
         return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
@@ -101,6 +101,16 @@ def _make_exchange(
     shape = x.shape[0], x.shape[1]
     call = exchange_launch(workspace, EXCHANGED, shape, x.dtype, how, config, True)
     return call.instance, call
+
+
+def _make_shards(
+    workspace: Workspace, x: torch.Tensor
+) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
+    from tileweave.ops.matmul.concurrent_gather import gather_of
+    from tileweave.ops.matmul.cublas import multiply_shards
+
+    instance, call = gather_of(workspace, x)
+    return instance, (multiply_shards, call)
 
 
 def _make(

@@ -22,7 +22,7 @@ from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.chunks import chunks_of, fits_chunks
 from tileweave.planning.schedules.gather import push_order
-from tileweave.transport.interface import Copies, Copy
+from tileweave.transport.interface import Copy
 from tileweave.transport.workspace import CALL, Instance, Workspace
 
 OP = "matmul_all_reduce"
@@ -36,7 +36,8 @@ class _Chunk(NamedTuple):
     begin, end : rows of x and of the result.
     own, rows : this rank's rows of the result.
     mirrors : where the own rows are a second time, by slot.
-    pulls : the rows of the peers, by slot.
+    pulls : the rows of the peers, by slot. No ``Copies``: a graph would keep the address of the
+        caller's memory, which may be freed and mapped again.
     chosen : the plan of its reduce-scatter.
     """
 
@@ -45,7 +46,7 @@ class _Chunk(NamedTuple):
     own: int
     rows: int
     mirrors: tuple[torch.Tensor, ...]
-    pulls: tuple[Copies, ...]
+    pulls: tuple[tuple[Copy, ...], ...]
     chosen: Accepted
 
 
@@ -97,6 +98,7 @@ def reduce_in_chunks(
                 group_name,
                 chunk.chosen,
                 chunk.mirrors[slot],
+                None if added.residual is None else added.residual.narrow(0, chunk.own, chunk.rows),
             )
             call.launches.all_reduced()
             transport.push(chunk.pulls[slot], sums.data_ptr(), QUEUE)
@@ -109,8 +111,6 @@ def reduce_in_chunks(
         if capturing and not joined:
             transport.join(QUEUE)  # a capture must join every stream that it forked
         instance.launched()
-    if added.residual is not None:
-        torch.add(sums, added.residual, out=sums)
     if added.norm_weight is not None:
         call.norm(sums, added.norm_weight, added.norm_eps, out)
 
@@ -150,7 +150,7 @@ def _make(
 
         firsts = [(peer, begin + peer * mine) for peer in push_order(rank, size)]
         pulls = tuple(
-            Copies(pull(peer, slot, first, min(mine, limit - first)) for peer, first in firsts)
+            tuple(pull(peer, slot, first, min(mine, limit - first)) for peer, first in firsts)
             for slot in slots
         )
         chosen = Accepted("fused", "a chunk of an all-reduce", of_chunk, workspace=workspace)

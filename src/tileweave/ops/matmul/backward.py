@@ -25,6 +25,7 @@ from tileweave.planning.matmul import (
     plan_matmul_reduce_scatter,
 )
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.transport.workspace import REGISTRY
 
 
 def gather_and_multiply(
@@ -203,7 +204,12 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str, depth: 
 
     While such a kernel runs, no other work may need a multiprocessor.
     """
-    size = dist.get_world_size(group_of(group_name))
+    workspace = REGISTRY.find(group_name, grad.device)  # to look the group up takes 4 us
+    size = (
+        dist.get_world_size(group_of(group_name))
+        if workspace is None
+        else workspace.transport.world_size
+    )
     return (
         plan_for(
             plan_matmul_reduce_scatter,

@@ -26,7 +26,7 @@ from tileweave.ops.core.registry import (
 from tileweave.planning.problem import MOST_ELEMENTS
 from tileweave.planning.schedules.gather import arrival_order, push_order
 from tileweave.transport.interface import Copies, Copy
-from tileweave.transport.workspace import CALL, GATHER, Instance
+from tileweave.transport.workspace import CALL, GATHER, Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.all_gather.await_shards import ShardLaunches
@@ -36,11 +36,13 @@ QUEUE = 1  # copy queue of its own: copies of the concurrent kernel do not wait 
 
 
 @dataclass(slots=True)
-class _Call:
+class GatherCall:
     """What gathers of one shape share."""
 
     endpoint: Peers
     slots: tuple[torch.Tensor, ...]  # [R m, K] each
+    # per slot: (rank, its shard [m, K]) of all peers, by order of arrival
+    shards: tuple[tuple[tuple[int, torch.Tensor], ...], ...]
     copies: tuple[Copies, ...]
     checksum: int
     launches: ShardLaunches
@@ -53,8 +55,8 @@ class Gathering:
 
     _instance: Instance
     _x: torch.Tensor
-    _call: _Call
-    _whole: torch.Tensor
+    _call: GatherCall
+    _slot: int
     _capturing: bool
 
     def wait(self) -> torch.Tensor:
@@ -62,23 +64,19 @@ class Gathering:
 
         Read it on this stream, and keep no view of it.
         """
-        self._end(lambda: self._call.launches.await_all(self._x, self._whole))
-        return self._whole
+        whole = self._call.slots[self._slot]
+        self._end(lambda: self._call.launches.await_all(self._x, whole))
+        return whole
 
     def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (rank, its shard [m, K]) by order of arrival, this rank's first.
 
         Work that is queued next finds the shard there. Call :meth:`end` after the last.
         """
-        rank, size, rows = (
-            self._instance.transport.rank,
-            self._instance.transport.world_size,
-            self._x.shape[0],
-        )
-        yield rank, self._x
-        for source in arrival_order(rank, size)[1:]:
+        yield self._instance.transport.rank, self._x
+        for source, shard in self._call.shards[self._slot]:
             self._call.launches.await_shard(source)
-            yield source, self._whole[source * rows : (source + 1) * rows]
+            yield source, shard
 
     def end(self, *made: torch.Tensor) -> None:
         """End the gather, after all work that reads :meth:`shards`; in place of :meth:`wait`.
@@ -93,7 +91,7 @@ class Gathering:
             launch()
         finally:
             # As in push_with_launch: on a GPU the kernel ends after the pushes anyway.
-            if self._capturing or not self._whole.is_cuda:
+            if self._capturing or not self._x.is_cuda:
                 instance.transport.join(QUEUE)
             instance.launched()
         CALL.posted = False  # the call has been made: later failures are of later calls
@@ -125,17 +123,25 @@ def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gatheri
     CaptureError
         CUDA-graph capture without an earlier call of that size.
     """
-    workspace = workspace_of(group_name, x.device)
-    transport = workspace.transport
+    return begin(*gather_of(workspace_of(group_name, x.device), x), x, checksum)
+
+
+def gather_of(workspace: Workspace, x: torch.Tensor) -> tuple[Instance, GatherCall]:
+    """What gathers of the shape of x share."""
     instance = workspace.instance(OP, GATHER)
     call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
-    assert isinstance(call, _Call), "keys of gathers have a shape, keys of endpoints only a dtype"
+    assert isinstance(call, GatherCall), "keys of endpoints have no shape"
+    return instance, call
+
+
+def begin(instance: Instance, call: GatherCall, x: torch.Tensor, checksum: int = 0) -> Gathering:
+    """As :func:`begin_gather`, with what :func:`gather_of` returned."""
     capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    transport.push(call.copies[slot], x.data_ptr(), QUEUE, None, capturing)
+    instance.transport.push(call.copies[slot], x.data_ptr(), QUEUE, None, capturing)
     instance.calls += 1
-    return Gathering(instance, x, call, call.slots[slot], capturing)
+    return Gathering(instance, x, call, slot, capturing)
 
 
 def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
@@ -150,20 +156,19 @@ def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
         ) from error
 
 
-def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
+def _prepare(instance: Instance, x: torch.Tensor) -> GatherCall:
     from tileweave.kernels.all_gather.await_shards import shard_launches
 
     transport, nbytes = instance.transport, x.numel() * x.element_size()
     rank, size = transport.rank, transport.world_size
     instance.reserve(size * nbytes)
-    slots, pushes = [], []
+    slots, shards, pushes = [], [], []
     for slot in (0, 1):
         begin = slot * instance.slot_bytes
-        slots.append(
-            instance.slots[begin : begin + size * nbytes]
-            .view(x.dtype)
-            .view(size * x.shape[0], x.shape[1])
-        )
+        whole = instance.slots[begin : begin + size * nbytes].view(x.dtype)
+        slots.append(whole.view(size * x.shape[0], x.shape[1]))
+        parts = whole.view(size, *x.shape)
+        shards.append(tuple((source, parts[source]) for source in arrival_order(rank, size)[1:]))
         copies = []
         for peer in push_order(rank, size):
             copies.append(Copy(instance.slot_addresses[peer] + begin + rank * nbytes, 0, nbytes))
@@ -173,6 +178,6 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
     checksum = checksum_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)
     launches = shard_launches(peers, size, rank, x.shape, transport.machine.num_sms)
-    call = _Call(peers, tuple(slots), tuple(pushes), checksum, launches)
+    call = GatherCall(peers, tuple(slots), tuple(shards), tuple(pushes), checksum, launches)
     instance.keep((x.shape, x.dtype), call)
     return call

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.concurrent_gather import begin_gather
+from tileweave.ops.matmul.concurrent_gather import GatherCall, begin
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
 
@@ -89,18 +89,22 @@ def multiply_shards(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gathered: torch.Tensor | None,
-    group_name: str,
+    instance: Instance,
+    call: GatherCall,
     checksum: int = 0,
 ) -> None:
     """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next."""
-    rows = x.shape[0]
-    gathering = begin_gather(x, group_name, checksum)
+    rows, columns = x.shape[0], w.t()
+    parts = out.view(instance.world_size, rows, out.shape[1]).unbind()
+    gathering = begin(instance, call, x, checksum)
     try:
         for source, shard in gathering.shards():
-            part = slice(source * rows, (source + 1) * rows)
-            multiply(shard, w, bias, out[part])
+            if bias is None:
+                torch.mm(shard, columns, out=parts[source])
+            else:
+                torch.addmm(bias, shard, columns, out=parts[source])
             if gathered is not None:
-                gathered[part].copy_(shard)
+                gathered[source * rows : (source + 1) * rows].copy_(shard)
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 

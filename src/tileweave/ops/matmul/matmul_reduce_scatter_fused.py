@@ -40,10 +40,11 @@ def run_fused(
     group_name: str,
     chosen: Plan[MatmulConfig],
     mirror: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N].
 
-    mirror : [M / R, N], gets the result, too. Only with copy engines.
+    mirror : [M / R, N], gets the result, too. residual : [M / R, N], added. Only with copy engines.
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
@@ -53,21 +54,26 @@ def run_fused(
         )
         call(instance, x, w, added(bias), out, None, chosen.checksum)
         return
-    mirrored = mirror is not None
-    aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0, mirrored
+    aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
+    key = (*aligned, mirror is None, None if residual is None else residual.data_ptr() & 15 == 0)
     instance, (call, launch) = ready(
-        chosen, aligned, group_name, _make, x, w, out, config, mirrored
+        chosen, key, group_name, _make, x, w, out, config, mirror, residual
     )
-    staging = None if config.transport == "sm" else x.new_empty(call.staging_elements)
     capturing = instance.begin(chosen.checksum)
-    if staging is None:
+    if config.transport == "sm":
         try:
             launch(x, w, bias, out, None, 0)
         finally:
             instance.launched()
         return
     slot = copy_slot(instance)
-    kernel = partial(launch, x, w, bias, out, staging, slot, mirror)
+    if capturing:
+        staging = x.new_empty(call.staging_elements)
+    else:
+        # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
+        # next launch on this device comes after the copies.
+        staging = instance.scratch(call.staging_elements * x.element_size()).view(x.dtype)
+    kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
@@ -86,10 +92,11 @@ def _make(
     w: torch.Tensor,
     out: torch.Tensor,
     config: MatmulConfig,
-    mirrored: bool,
+    mirror: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
     call = _fused_call(workspace, x, w, config)
-    return call.instance, (call, call.launcher(x, w, out, mirrored))
+    return call.instance, (call, call.launcher(x, w, out, mirror, residual))
 
 
 @dataclass(slots=True)
@@ -105,7 +112,12 @@ class _FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(
-        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, mirrored: bool = False
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+        mirror: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
         the same protocol."""
@@ -114,22 +126,29 @@ class _FusedCall:
             out.data_ptr() & 15 == 0,
             x.stride(0),
             w.stride(),
-            mirrored,
+            None if residual is None else residual.data_ptr() & 15 == 0,
+            mirror is None,
         )
         found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[key] = self._make(x, w, out, mirrored)
+            found = self.launchers[key] = self._make(x, w, out, mirror, residual)
         return found
 
     def _make(
-        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, mirrored: bool
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+        mirror: torch.Tensor | None,
+        residual: torch.Tensor | None,
     ) -> Callable[..., None]:
         if self.config.kernel == "hopper":
             from tileweave.kernels.reduce_scatter.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             whole = fits(out)  # otherwise TMA cannot store it
-            if fits(x, w) and (whole or not mirrored):
+            further = [tensor for tensor in (mirror, residual) if tensor is not None]
+            if fits(x, w) and (not further or (whole and fits(*further))):
                 return hopper_launcher(
                     self.endpoint,
                     self.schedule,
@@ -138,7 +157,8 @@ class _FusedCall:
                     x.stride(0),
                     w.stride(),
                     whole,
-                    mirrored,
+                    mirror is not None,
+                    residual is not None,
                 )
         from tileweave.kernels.reduce_scatter.triton import launcher
 

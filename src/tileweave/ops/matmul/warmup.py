@@ -7,7 +7,7 @@ rows first, so that memory is reserved once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ Rows = int | Iterable[int]
 Warmed = Plan | dict[int, Plan]
 
 
-def as_sizes(rows: Rows) -> list[int]:
-    """The numbers of rows to warm up, in the order given; raises :class:`InputError`."""
-    sizes = [rows] if isinstance(rows, int) or not isinstance(rows, Iterable) else [*rows]
-    whole = bool(sizes) and all(isinstance(n, int) and n >= 0 for n in sizes)
+def as_sizes(given: Rows, name: str = "rows") -> list[int]:
+    """The sizes that argument ``name`` has, in the order given; raises :class:`InputError`."""
+    sizes = [*given] if isinstance(given, Iterable) else [given]
     require(
-        whole,
-        f"warmup with rows={rows!r}",
+        bool(sizes) and all(isinstance(n, int) and n >= 0 for n in sizes),
+        f"warmup with {name}={given!r}",
         "a whole number, or several",
-        "pass rows of later calls",
+        "pass the sizes of later calls",
     )
     return sizes
 
@@ -152,7 +151,7 @@ def warmup_matmul(
 
     def warmup(
         rows: Rows,
-        cols: int | Sequence[int],
+        cols: Rows,
         depth: int,
         *,
         backward: bool = False,
@@ -160,9 +159,9 @@ def warmup_matmul(
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> Warmed:
-        several = isinstance(cols, Sequence)
-        x, whole = operands_for_warmup(rows, sum(cols) if several else cols, depth, dtype, device)
-        w = list(whole.split([*cols])) if several else whole
+        parts = as_sizes(cols, "cols")
+        x, whole = operands_for_warmup(rows, sum(parts), depth, dtype, device)
+        w = whole if isinstance(cols, int) else list(whole.split(parts))
         return warm_up(
             rows,
             x,
