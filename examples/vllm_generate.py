@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
@@ -18,6 +19,7 @@ def tiny_checkpoint(folder: str) -> str:
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = LlamaConfig(**sizes, **heads, num_hidden_layers=2, max_position_embeddings=512)
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

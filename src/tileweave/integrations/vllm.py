@@ -66,7 +66,7 @@ def _layer() -> type:
             if (w.shape, plan.path) not in said:
                 said.add((w.shape, plan.path))
                 sizes = f"x {list(x.shape)}, w {list(w.shape)}"
-                logger.info("%s: %s", sizes, plan.summary)
+                logger.info("tileweave, %s: %s", sizes, plan.summary)
         return paths[key]
 
     def row_linear(
@@ -112,7 +112,7 @@ def _layer() -> type:
                 self.tileweave_group = parallel_state.get_tp_group().unique_name
             elif reduces:
                 logger.info_once(
-                    "a layer with %s keeps vLLM's matmul and all-reduce",
+                    "tileweave: a layer with %s keeps vLLM's matmul and all-reduce",
                     type(self.quant_method).__name__,
                 )
 
