@@ -68,7 +68,7 @@ class Planner:
             total += weight * point.log_ratio
         total += _FAR * self._medians.get(config, 0.0)
         device = self.closed_form(p, config) * math.exp(total / (weights + _FAR))
-        return round(max(device, host_seconds(config, p.world_size)), 9)
+        return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first."""
