@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
+from tests.explore.mutants_chunks import MUTANTS as CHUNKS
 from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
@@ -31,7 +32,7 @@ from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
 from tests.explore.mutants_gather import MUTANTS as GATHERS
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS)
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS, *CHUNKS)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # most interleavings for one mutant

@@ -13,6 +13,7 @@ from tileweave.explore.memory import Memory, Region, Store, Violation, Writer  #
 from tileweave.explore.ranks import World  # noqa: E402
 from tileweave.explore.strategies import Delays, Priorities, Walk, Written  # noqa: E402
 from tileweave.explore.tasks import Decision, Task  # noqa: E402
+from tileweave.transport.interface import Copy  # noqa: E402
 
 
 class Cells:
@@ -248,6 +249,60 @@ def test_a_failure_ends_every_task() -> None:
         world.run(body)
     world.close()
     assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_second_queue_is_in_order_and_waits_for_no_copy_of_the_first(seed: int) -> None:
+    world = World(2, 1, Walk(seed))
+    words = torch.tensor([0, 1, 1, 2, 2, 0, 0, 0, 0], dtype=torch.int32)
+    at = [words.data_ptr() + 4 * i for i in range(len(words))]
+    seen = []
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            return
+        world.know(rank, "words", words)
+        me = world.ranks[rank]
+        world.push(me, [Copy(at[7], at[1], 8, counter=at[0], count=1)], 0)
+        for source in (1, 3):
+            world.push_second(me, [Copy(at[5], at[source], 8)], 0)
+        world.join(me, 1)
+        seen.append(words[5:].tolist())
+        world.memory.release(me.host, at[0], 1)
+        world.join(me)
+        seen.append(words[5:].tolist())
+
+    world.run(body)
+    world.close()
+    assert seen == [[2, 2, 0, 0], [2, 2, 1, 1]]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_second_queue_knows_only_what_was_done_before_its_push(joined: bool) -> None:
+    """A store of the host after a push races with the copy, unless it comes after a join."""
+    world = World(2, 1, Walk(0))
+    words = torch.zeros(8, dtype=torch.int32)
+    at = words.data_ptr()
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            return
+        world.know(rank, "words", words)
+        me = world.ranks[rank]
+        for place in (at, at + 16):
+            world.push_second(me, [Copy(place, place + 8, 8)], 0)
+        if joined:
+            world.join(me, 1)
+        world.wrote(rank, words[4:])  # what the second push copies
+
+    try:
+        if joined:
+            world.run(body)
+        else:
+            with pytest.raises(Violation, match="second queue"):
+                world.run(body)
+    finally:
+        world.close()
 
 
 def test_schedules_repeat() -> None:

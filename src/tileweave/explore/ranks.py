@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
 LANES = 3  # of copies that run concurrently: one per peer
-# tasks of a rank, in this order: programs, host, copy engines
-COMPONENTS = MAX_PROGRAMS + 1 + LANES
+# tasks of a rank, in this order: programs, host, copy engines, the second queue of copies
+COMPONENTS = MAX_PROGRAMS + 1 + LANES + 1
 PIECES = 2  # a copy of data arrives in this many parts
 
 
@@ -30,8 +30,11 @@ class Rank:
     rank: int
     host: Task
     engines: list[Task]  # one per lane of copies
+    second: Task  # copies of the second queue
     programs: list[Task]
     group: str = ""
+    # pushes on the second queue that have not begun: clock of the host, copies, address
+    queued: list[tuple[np.ndarray, Sequence[Copy], int]] = field(default_factory=list)
 
 
 class World:
@@ -68,7 +71,8 @@ class World:
             self.tasks.task(f"rank {rank} copies {lane}" if lane else f"rank {rank} copies", rank)
             for lane in range(LANES)
         ]
-        return Rank(rank, host, engines, programs)
+        second = self.tasks.task(f"rank {rank} second queue", rank)
+        return Rank(rank, host, engines, second, programs)
 
     def workspace(self, rank: int) -> Workspace:
         found = REGISTRY.find(self.ranks[rank].group, self.transports[rank].device)
@@ -219,8 +223,24 @@ class World:
                 engine, lambda engine=engine, mine=mine: self._copy_all(engine, mine, source)
             )
 
-    def join(self, rank: Rank) -> None:
-        last = rank.engines[0]
+    def push_second(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
+        """Copies of the second queue run in order, after those of earlier pushes on it. They wait
+        for no copy of :meth:`push`, and are ordered after what the host has done by now."""
+        assert all(copy.lane == 0 for copy in copies), "lanes are those of the first queue"
+
+        def copy_all_queued() -> None:
+            while rank.queued:
+                clock, queued, address = rank.queued.pop(0)
+                rank.second.learn(clock)
+                self._copy_all(rank.second, queued, address)
+
+        rank.queued.append((rank.host.clock.copy(), copies, source))
+        rank.host.tick()
+        if rank.second.state == "idle":
+            self.tasks.start(rank.second, copy_all_queued)
+
+    def join(self, rank: Rank, queue: int = 0) -> None:
+        last = rank.second if queue else rank.engines[0]
         last.on_drained = lambda _: self.tasks.unblock(rank.host)
         while last.state != "idle" or last.pending:
             self.tasks.block()
@@ -309,12 +329,14 @@ class ModelTransport:
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
     ) -> None:
-        self._world.push(self._world.ranks[self.rank], copies, source)
+        assert queue in (0, 1), "there are two queues"
+        push = self._world.push_second if queue else self._world.push
+        push(self._world.ranks[self.rank], copies, source)
         if launch is not None:
             launch()
 
     def join(self, queue: int = 0) -> None:
-        self._world.join(self._world.ranks[self.rank])
+        self._world.join(self._world.ranks[self.rank], queue)
 
     def order(self) -> None:
         """Calls are synchronous, so they are in order."""

@@ -9,7 +9,7 @@ because its time depends on the number of operations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
@@ -331,6 +331,55 @@ class OneShot:
         yield "elements left in slots", int(instance.slots.count_nonzero()), 0
 
 
+@dataclass(frozen=True)
+class AllReduceInChunks:
+    """matmul_all_reduce in chunks of rows. ``shapes``: (tiles of rows for each rank, further rows,
+    cols, K of a rank)."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int, int], ...]
+    captured: bool = False
+    op: str = "matmul_all_reduce"
+    programs: tuple[int, ...] = (1, 2)
+    resident: int = 2  # a program may wait for any program of a peer
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        for op in ("matmul_reduce_scatter", self.op):
+            begin_instance(world, rank, op, "copy_engine", drawn.epoch)
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
+
+        tiles, further, *sizes = self.shapes[(number + drawn.order) % len(self.shapes)]
+        shape = (tiles * world.size * self.config.tile_m + further, *sizes)
+        x, w, want = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        out = torch.full_like(want, float("nan"))
+        world.transports[rank].captured = self.captured and number > 0
+        plan = Plan("fused", "explored", self.config)
+        group = world.ranks[rank].group
+        run_fused(x.clone(), w, None, None, None, 0.0, out, None, group, plan)
+        yield "out", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        from tileweave.planning.schedules.chunks import chunks_of
+
+        launches = 0
+        for number in range(drawn.calls):
+            tiles, further, *_ = self.shapes[(number + drawn.order) % len(self.shapes)]
+            tile_m, count = self.config.tile_m, self.config.row_chunks
+            launches += len(
+                chunks_of(tiles * world.size * tile_m + further, count, world.size, tile_m)
+            )
+        of_chunks = replace(drawn, calls=launches)
+        yield from end_instance(world, rank, "matmul_reduce_scatter", "copy_engine", of_chunks)
+        begun = drawn.calls - 1 if self.captured else 0  # captured calls begin with one more
+        of_all = replace(drawn, calls=launches + begun)
+        yield from end_instance(world, rank, self.op, "copy_engine", of_all)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", triton_config("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
@@ -424,4 +473,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     OneShot("one shot", triton_config("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
+    AllReduceInChunks(
+        "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 16, 8))
+    ),
+    AllReduceInChunks(
+        "in chunks, captured",
+        triton_config("copy_engine", row_chunks=2),
+        ((2, 1, 8, 16),),
+        captured=True,
+    ),
 )
