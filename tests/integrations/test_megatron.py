@@ -21,9 +21,7 @@ pytest.importorskip(
 )
 
 pytestmark = pytest.mark.timeout(300)
-SECONDS = (
-    240  # of a job: the first one imports Megatron-core, which takes long on a busy machine
-)
+SECONDS = 240  # of a job: the first one imports Megatron-core, which takes long on a busy machine
 IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
 MASK = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)[None, None]
 
