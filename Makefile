@@ -44,7 +44,7 @@ test test-fast test-integrations: export PYTHONDONTWRITEBYTECODE :=
 # Frameworks have many dependencies of their own, so they have an environment of their own.
 INTEGRATIONS := $(VENV)-integrations
 
-test-integrations: ## run the tests of tileweave.integrations against the real frameworks, in an environment of their own
+test-integrations: ## run the tests of tileweave.integrations against the real frameworks, in an environment of their own (Python 3.11 or newer)
 	@test -e $(INTEGRATIONS)/.installed || $(MAKE) venv VENV=$(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-integrations.txt
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0

@@ -1,7 +1,14 @@
 """Models of Hugging Face transformers with tileweave against the same models without it.
 
-    python3 examples/bench_transformers.py          # two GPUs, about a minute and a half
+    python3 examples/bench_transformers.py          # two GPUs, about two minutes
     python3 examples/bench_transformers.py --tiny   # anywhere: does it run, are logits the same?
+
+First both are compared. Sums are rounded in other places, and where two experts of a token are
+almost equally likely, a rounding may choose the other one, after which the token differs by much
+more than a rounding. So routers of the second model get the inputs that those of the first had,
+which makes both choose the same experts, and logits are compared then. It prints WRONG and ends
+with 1 if they differ by more than ``LOGITS_APART``. Of a run in which each routes by itself, it
+prints how many tokens of each layer had other experts, and how far logits were apart.
 
 Random weights in the shapes of Llama 3 8B (8 layers) and Qwen3-30B-A3B (4 layers), tensor and
 expert parallel over two ranks. Stock is what transformers does: cuBLAS, then NCCL. Both are called
@@ -15,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import LlamaConfig, Qwen3MoeConfig, StaticCache
 from transformers.distributed import DistributedConfig
@@ -28,9 +36,11 @@ PREFILL = (512, 2048, 8192)
 DECODE = 16  # sequences, with one new token each
 CONTEXT = 512  # tokens in the cache of each
 CALLS = {512: 8, 2048: 4, 8192: 2, DECODE: 16}  # in one captured graph
-# Largest relative difference of a block; in bf16 sums are rounded in other places. Logits of a
-# mixture of experts may differ more: a rounding may choose another expert.
-APART = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+COMPARED = 64  # last positions of a prefill whose logits are compared
+# Largest differences, relative to the largest number of all tokens: of the first MLP block with the
+# same input, and of logits with the same experts.
+BLOCK_APART = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+LOGITS_APART = {torch.bfloat16: 5e-2, torch.float32: 1e-4}
 
 LLAMA = LlamaConfig(
     vocab_size=128256,
@@ -110,19 +120,27 @@ def build(config: transformers.PretrainedConfig, me: Member, tileweave: bool) ->
         adapter.disable()
 
 
-def prefill(model: torch.nn.Module, tokens: int) -> Callable[[], torch.Tensor]:
+def prefill(model: torch.nn.Module, tokens: int, kept: int = 1) -> Callable[[], torch.Tensor]:
     generator = torch.Generator(model.device).manual_seed(tokens)
     ids = torch.randint(
         model.config.vocab_size, (1, tokens), device=model.device, generator=generator
     )
-    return lambda: model(ids, use_cache=False, logits_to_keep=1).logits
+    return lambda: model(ids, use_cache=False, logits_to_keep=kept).logits
 
 
 def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
-    """One token for each of ``DECODE`` sequences, always at position ``CONTEXT``."""
+    """One token for each of ``DECODE`` sequences, always at position ``CONTEXT``.
+
+    The cache has the same random numbers in both models: what each would put there itself depends
+    on its routing.
+    """
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 8)
     ids = torch.arange(DECODE, device=model.device)[:, None]
     model(ids, past_key_values=cache)  # makes the memory of the cache
+    generator = torch.Generator(model.device).manual_seed(CONTEXT)
+    for layer in cache.layers:
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
     lengths = [layer.cumulative_length for layer in cache.layers]
 
     def step() -> torch.Tensor:
@@ -133,38 +151,124 @@ def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
-def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> None:
+def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> bool:
+    """Print differences and times of one model; whether all differences are small."""
     models = {name: build(config, me, name == "tileweave") for name in ("stock", "tileweave")}
-    cases = {
-        f"prefill {n}": (n, {k: prefill(model, n) for k, model in models.items()})
-        for n in ((64,) if options.tiny else PREFILL)
-    }
-    cases[f"decode {DECODE}"] = (DECODE, {k: decode(model) for k, model in models.items()})
-    for case, (tokens, functions) in cases.items():
-        blocks = apart(*(mlp_of(model, tokens) for model in models.values())).max()
-        logits = apart(*(function().flatten(0, -2) for function in functions.values()))
-        right = "" if blocks <= APART[models["stock"].dtype] else "  WRONG"
-        say(
-            me,
-            f"{config.model_type} {case}: an MLP block {blocks:.1e} apart{right}, "
-            f"logits {logits.median():.1e} (median of tokens) to {logits.max():.1e}",
-        )
+    cases = {f"prefill {n}": n for n in ((64,) if options.tiny else PREFILL)}
+    cases[f"decode {DECODE}"] = DECODE
+    right = True
+    for case, tokens in cases.items():
+        decodes = case.startswith("decode")
+        functions = {k: decode(m) if decodes else prefill(m, tokens) for k, m in models.items()}
+        compared = functions
+        if not decodes:
+            compared = {k: prefill(m, tokens, COMPARED) for k, m in models.items()}
+        found = differences(models, compared, tokens)
+        right &= found.right
+        say(me, f"{config.model_type} {case}: {found}")
         for graph in (False, True) if me.on_gpu else (False,):
             times = measure(
                 functions,
                 me.group,
                 me.device,
                 repeats=options.repeats,
-                iterations=CALLS.get(tokens, 1),
+                iterations=1 if options.tiny else CALLS[tokens],
                 graph=graph,
                 on_capture_failure="nan",
             )
             say(me, row(config, case, "graph" if graph else "eager", times))
+    return right
+
+
+# --- Are they the same? ---
+
+
+@dataclass(frozen=True)
+class Differences:
+    right: bool
+    block: float  # of the first MLP block, with the same input
+    logits: torch.Tensor  # of each token, with the same experts
+    by_itself: torch.Tensor  # of each token, each model with its own routing
+    moved: list[int]  # tokens of each layer with other experts, each model with its own routing
+    tokens: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{'' if self.right else 'WRONG: '}an MLP block {self.block:.1e} apart, "
+            f"logits {self.logits.median():.1e} (median of tokens) to {self.logits.max():.1e}"
+        )
+        if not self.moved:
+            return text
+        return (
+            f"{text} with the same experts; {self.by_itself.median():.1e} to "
+            f"{self.by_itself.max():.1e} with their own, which differ for {self.moved} "
+            f"of {self.tokens} tokens, by layer"
+        )
+
+
+def differences(
+    models: dict[str, torch.nn.Module],
+    functions: dict[str, Callable[[], torch.Tensor]],
+    tokens: int,
+) -> Differences:
+    """How far the two models are apart, the most of all ranks."""
+    stock, ours = models.values()
+    call_stock, call_ours = functions.values()
+    wanted, inputs, experts = routed(stock, call_stock)
+    by_itself, _, own_experts = routed(ours, call_ours)
+    same, _, same_experts = routed(ours, call_ours, inputs)
+    if moved_tokens(experts, same_experts) != [0] * len(experts):
+        raise RuntimeError("routers with the same inputs chose other experts")
+    block = worst(apart(mlp_of(stock, tokens), mlp_of(ours, tokens))).max()
+    logits = worst(apart(wanted, same))
+    small = block <= BLOCK_APART[stock.dtype] and logits.max() <= LOGITS_APART[stock.dtype]
+    return Differences(
+        bool(small),
+        float(block),
+        logits,
+        worst(apart(wanted, by_itself)),
+        moved_tokens(experts, own_experts),
+        tokens,
+    )
+
+
+def routed(
+    model: torch.nn.Module,
+    function: Callable[[], torch.Tensor],
+    forced: list[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of ``function``, and of each router its input and the experts that it chose, sorted.
+
+    Routers get the inputs ``forced`` in place of their own. Models without experts have no router.
+    """
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    inputs, experts = [], []
+
+    def before(gate: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = given[0] if forced is None else forced[len(inputs)]
+        inputs.append(x.clone())
+        return (x, *given[1:])
+
+    def after(gate: torch.nn.Module, given: object, made: tuple[torch.Tensor, ...]) -> None:
+        # of the logits: what follows them depends on how experts are sharded
+        experts.append(made[0].topk(model.config.num_experts_per_tok).indices.sort().values)
+
+    hooks = [gate.register_forward_pre_hook(before) for gate in gates]
+    hooks += [gate.register_forward_hook(after) for gate in gates]
+    try:
+        return function().flatten(0, -2), inputs, experts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def moved_tokens(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[int]:
+    """Of each layer the number of tokens with other experts."""
+    return [int((x != y).any(-1).sum()) for x, y in zip(a, b, strict=True)]
 
 
 def mlp_of(model: torch.nn.Module, tokens: int) -> torch.Tensor:
-    """What the first MLP block makes of the same tokens: its router then chooses the same experts,
-    unlike those of later layers, whose inputs differ by rounding."""
+    """What the first MLP block makes of the same tokens."""
     generator = torch.Generator(model.device).manual_seed(tokens)
     shape = (1, tokens, model.config.hidden_size)
     x = torch.randn(shape, device=model.device, generator=generator).to(model.dtype)
@@ -176,6 +280,13 @@ def apart(stock: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
     """The largest difference of each token, relative to the largest number of all."""
     stock, ours = stock.float(), ours.float()
     return (ours - stock).abs().amax(-1) / stock.abs().max()
+
+
+def worst(t: torch.Tensor) -> torch.Tensor:
+    """The largest of all ranks, element by element; NaN, which compares with nothing, is inf."""
+    t = t.nan_to_num(nan=torch.inf)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return t
 
 
 def say(me: Member, line: str) -> None:
@@ -195,34 +306,36 @@ def row(
 
 
 @torch.no_grad()
-def run(me: Member, options: Options) -> None:
+def run(me: Member, options: Options) -> bool:
     transformers.logging.set_verbosity_error()
     os.environ.setdefault("LOCAL_RANK", str(me.rank))  # transformers asks for it
     say(me, f"transformers {transformers.__version__}, torch {torch.__version__}")
     say(me, f"{'model':9} {'case':13} {'how':6} {'stock':>9} {'tileweave':>9}    stock / tileweave")
+    right = True
     for name in options.models:
-        compare(options.config(name), me, options)
+        right &= compare(options.config(name), me, options)
         if me.on_gpu:
             torch.cuda.empty_cache()
     tw.synchronize()
+    return right
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models, also without GPUs")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=150, help="time limit")
+    parser.add_argument("--seconds", type=float, default=200, help="time limit")
     parser.add_argument("models", nargs="*", default=["llama", "qwen3-moe"])
     given = parser.parse_args()
     options = Options(given.tiny, given.repeats, tuple(given.models))
-    launch(
+    right = launch(
         run,
         options,
         world_size=2,
         device_type="cpu" if given.tiny else default_device_type(),
         seconds=given.seconds,
     )
-    return 0
+    return 0 if right is not False else 1  # None: a rank of torchrun that does not print
 
 
 if __name__ == "__main__":

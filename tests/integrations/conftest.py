@@ -1,7 +1,7 @@
 """Worlds of 2 and 4 processes whose operators run unfused, over gloo: whole models, quickly.
 
-One model of each framework also runs with interpreted kernels. Frameworks are the extras of the
-package; a file of tests is skipped where its framework is not installed.
+Two models of transformers also run with interpreted kernels. A file of tests is skipped where its
+framework is not installed.
 """
 
 from __future__ import annotations

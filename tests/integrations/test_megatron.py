@@ -20,6 +20,8 @@ pytest.importorskip(
     "megatron.core", reason="pip install 'tileweave[megatron]'", exc_type=ImportError
 )
 
+pytestmark = pytest.mark.timeout(300)
+SECONDS = 240  # of a job: the first one imports Megatron-core, which takes long on a busy machine
 IDS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
 MASK = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)[None, None]
 
@@ -144,7 +146,7 @@ def shards_of(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_gpt_trains_as_megatron(pair: World, sequence_parallel: bool, biases: bool) -> None:
-    for found in pair.run(compared, sequence_parallel, biases):
+    for found in pair.run(compared, sequence_parallel, biases, timeout=SECONDS):
         assert found["layers"] == 8 and found["shards"] and not found["kept"], found
         assert found["loss"] < 1e-5 and found["gradients"] < 1e-5, found
 
@@ -187,7 +189,7 @@ def accumulated(me: Member) -> dict[str, Any]:
 
 
 def test_gradients_are_added_to_main_grad(pair: World) -> None:
-    for found in pair.run(accumulated):
+    for found in pair.run(accumulated, timeout=SECONDS):
         assert found["weights"] == 8 and found["hooks"] == 16 and found["told"], found
         assert found["apart"] < 1e-5 and found["others"] < 1e-5, found
 

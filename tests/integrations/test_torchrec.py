@@ -11,6 +11,8 @@ from tests.support.worlds import Member, World
 
 pytest.importorskip("torchrec", reason="pip install 'tileweave[torchrec]'", exc_type=ImportError)
 
+pytestmark = pytest.mark.timeout(300)
+SECONDS = 240  # of a job: the first one imports TorchRec, which takes a while on a busy machine
 KEYS = ["f0", "f1", "f2", "f3"]
 ROWS = {"t0": 50, "t1": 30, "t2": 20, "t3": 40}
 DIMS = {"t0": 8, "t1": 16, "t2": 8, "t3": 4}
@@ -141,7 +143,7 @@ def shards_apart(a: Any, b: Any) -> float:
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("kind", ["table_wise", "column_wise"])
 def test_tables_train_as_in_torchrec(pair: World, kind: str, mean: bool, optimizer: str) -> None:
-    for found in pair.run(trained, kind, mean, optimizer, False, False):
+    for found in pair.run(trained, kind, mean, optimizer, False, False, timeout=SECONDS):
         assert found.pop("calls") == STEPS
         assert max(found.values()) < 1e-5, found
 
@@ -158,7 +160,7 @@ def test_tables_train_as_in_torchrec(pair: World, kind: str, mean: bool, optimiz
 def test_others_run_as_in_torchrec(
     pair: World, kind: str, optimizer: str, shared: bool, uneven: bool
 ) -> None:
-    for found in pair.run(trained, kind, False, optimizer, shared, uneven):
+    for found in pair.run(trained, kind, False, optimizer, shared, uneven, timeout=SECONDS):
         assert found.pop("calls") == 0
         assert max(found.values()) < 1e-5, found
 

@@ -13,6 +13,8 @@ module              the line
 ==================  ==================================================================
 
 An adapter is the only module that imports its framework, and nothing imports it but its user:
-tileweave itself depends on torch and triton only. The versions that were tested are the extras of
-the package, ``pip install tileweave[transformers]``. Guides: ``docs/integrations/``.
+tileweave itself depends on torch and triton only. The first four have extras of the package, such
+as ``pip install tileweave[transformers]``, with the versions that were tested. vLLM and SGLang find
+tileweave by an entry point; neither server has run with it on a GPU. Guides:
+``docs/integrations/``.
 """

@@ -15,6 +15,8 @@ function of ``layernorm_sp``  with tileweave
 
 Quantised layers, layers with a bias, other dtypes than float16 and bfloat16, and layers for which
 SGLang has chosen CUTLASS keep SGLang's function.
+
+The hooks were tested alone, without SGLang's server: see ``docs/integrations/sglang.md``.
 """
 
 from __future__ import annotations

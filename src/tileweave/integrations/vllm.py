@@ -11,6 +11,8 @@ A layer calls tileweave if it is not quantised and reduces its result over two r
 those calls, sizes for which ``tileweave.explain`` says "fused" run
 :func:`tileweave.matmul_all_reduce`; others run a matmul and vLLM's own all-reduce. This is decided
 inside one operator, by the number of rows, so that compiled graphs do not depend on it.
+
+Tried once, in eager mode, without a GPU and on the unfused path: see ``docs/integrations/vllm.md``.
 """
 
 from __future__ import annotations
