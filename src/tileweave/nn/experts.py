@@ -316,7 +316,10 @@ class MoE(nn.Module):
         state_dict: Mapping[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        *rest: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         theirs = local_metadata.get(_ACTIVATION)
         require(
@@ -326,7 +329,9 @@ class MoE(nn.Module):
             "the same activation",
             f"make the layer with hidden_act={theirs!r}",
         )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state_dict of the whole layer, with all experts stacked; each rank takes its

@@ -20,14 +20,13 @@ def options_of(config: object) -> tuple[tuple[int, int, int, int], dict[str, Any
     ``config``; ``sigmoid`` has the options of :class:`tileweave.nn.SigmoidTopK`."""
 
     def get(name: str) -> Any:
-        given = isinstance(config, Mapping)
         require(
-            name in config if given else hasattr(config, name),
+            name in config if isinstance(config, Mapping) else hasattr(config, name),
             f"a configuration without {name}",
             "one that has it",
             "pass the configuration of the language model",
         )
-        return config[name] if given else getattr(config, name)
+        return config[name] if isinstance(config, Mapping) else getattr(config, name)
 
     model = get("model_type")
     require(
