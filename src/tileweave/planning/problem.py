@@ -96,7 +96,12 @@ class MatmulConfig(_CachedHash):
             shots = ", one shot" if self.shots == 1 else ""
             return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}{shots}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
-        return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
+        text = f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
+        if self.transport == "copy_engine" and self.num_slices < 32:
+            text += f", {self.num_slices} slices"
+        if self.row_chunks > 1:
+            text += f", {self.row_chunks} chunks of rows"
+        return f"{text}, tail cut along K" if self.split_tail else text
 
 
 @dataclass(frozen=True, slots=True)
