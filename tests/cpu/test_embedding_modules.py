@@ -438,6 +438,72 @@ def test_lookups_of_any_batch_are_compiled_once(world, train: bool) -> None:
     assert on_both(world, batches_that_change, train) == [1] * 4
 
 
+# --- Tables that features share ---
+
+SHARED = [
+    TableSpec("user", 11, 8, 2.0, features=2),
+    TableSpec("day", 7, 4, 1.0),
+    TableSpec("item", 9, 16, 60.0, features=3),  # cut by columns
+]
+
+
+def features_share_tables(me: Member, sparse: bool) -> None:
+    """Outputs, gradients and a step of SGD, against nn.EmbeddingBag on whole tables."""
+    module = ShardedEmbeddingBag(SHARED, sparse=sparse)
+    assert any(s.dim < SHARED[s.table].dim for s in module.plan.shards), "one is cut by columns"
+    generator = torch.Generator().manual_seed(4)
+    whole = [torch.randn(s.rows, s.dim, generator=generator) for s in SHARED]
+    module.load_tables(whole)
+    bags = [torch.nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum") for w in whole]
+    lists = []  # of each rank and feature
+    for rank in range(me.world_size):
+        draws = torch.Generator().manual_seed(50 + rank)
+        lists.append(
+            [
+                (
+                    lengths := torch.randint(0, 4, (3,), generator=draws),
+                    torch.randint(0, s.rows, (int(lengths.sum()),), generator=draws),
+                    number,
+                )
+                for number, s in enumerate(SHARED)
+                for _ in range(s.features)
+            ]
+        )
+    lengths, values, _ = zip(*lists[me.rank], strict=True)
+    y = module(torch.cat(lengths), torch.cat(values))
+    want = torch.stack(
+        [torch.cat([bags[n](v, m.cumsum(0) - m) for m, v, n in mine], 1) for mine in lists]
+    )
+    torch.testing.assert_close(y, want[me.rank])
+    y.square().sum().backward()
+    want.square().sum().backward()
+    for shard, weight in zip(module.plan.of_rank(me.rank), module.weights(), strict=True):
+        grad, of = weight.grad, bags[shard.table].weight.grad
+        assert grad is not None and of is not None
+        found = grad.to_dense() if sparse else grad
+        torch.testing.assert_close(found, of[:, shard.column : shard.column + shard.dim])
+    for owner in (module, *bags):
+        torch.optim.SGD(owner.parameters(), lr=0.1).step()
+    for table, bag in zip(module.whole_tables(), bags, strict=True):
+        torch.testing.assert_close(table, bag.weight.detach())
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_features_share_a_table(worlds: Worlds, ranks: int, interpreted: bool) -> None:
+    run_either(worlds("gloo", ranks), interpreted, features_share_tables, ranks == 3)
+
+
+def refused_step(me: Member) -> str:
+    return refusal(partial(ShardedEmbeddingBag, SHARED, optimizer="sgd"))
+
+
+def test_fused_steps_refuse_shared_tables(world) -> None:
+    for said in world.run(refused_step):
+        assert said.startswith("InputError") and "'user', 'item'" in said, said
+        assert "optimizer=None" in said, said
+
+
 # --- Checkpoints ---
 
 
@@ -466,3 +532,4 @@ def dotted() -> TableSpec:
 def test_checkpoints_find_tables_on_other_ranks(world, tmp_path: Path) -> None:
     for errors in world.run(checkpoints_of_tables, str(tmp_path)):
         assert all("different names without dots" in error for error in errors), errors
+        assert all("features that share a table are one TableSpec" in error for error in errors)

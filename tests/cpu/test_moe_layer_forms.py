@@ -4,6 +4,7 @@ one device; and its checkpoints."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def over_ranks(me: Member, tokens: str, act: str, bias: bool) -> None:
     layer = tw.nn.MoE(H, WIDTH, E, K, tokens=tokens, hidden_act=act, bias=bias)
     layer.load_state_dict(state)
     leaves = {name: t.clone().requires_grad_() for name, t in state.items()}
-    x = torch.randn(2, 5, H, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(me.world_size, 5, H, generator=torch.Generator().manual_seed(4))
     own = x if tokens == "replicated" else x[me.rank]
     mine, theirs = (t.clone().requires_grad_() for t in (own, x))
     y, want = layer(mine), whole_layer(leaves, theirs.view(-1, H), act, bias).view_as(x)
@@ -83,6 +84,12 @@ def over_ranks(me: Member, tokens: str, act: str, bias: bool) -> None:
 )
 def test_forms_of_the_layer(world: World, tokens: str, act: str, bias: bool) -> None:
     run_either(world, False, over_ranks, tokens, act, bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_that_ranks_do_not_divide(worlds: Worlds, bias: bool) -> None:
+    """Three ranks have 2, 2 and none of four experts; with biases in fused kernels."""
+    run_either(worlds("gloo", 3), bias, over_ranks, "own", "silu", bias)
 
 
 def test_replicated_tokens_with_fused_kernels(world: World) -> None:
@@ -118,6 +125,62 @@ def refused(me: Member) -> list[str]:
         refusal(tw.nn.MoE, H, WIDTH, E, K, tokens="mine"),
         refusal(tw.nn.SigmoidTopK, H, 8, 3, groups=3),
     ]
+
+
+def other_activations(me: Member) -> list[str]:
+    made = {act: tw.nn.MoE(H, WIDTH, E, K, hidden_act=act) for act in ("silu", "swiglu", "gelu")}
+    made["swiglu"].load_state_dict(made["silu"].state_dict())
+    before = made["silu"].gate.weight.full_tensor()
+    refused = refusal(made["silu"].load_state_dict, made["gelu"].state_dict())
+    assert torch.equal(made["silu"].gate.weight.full_tensor(), before), "nothing was loaded"
+    block = nn.Sequential(made["silu"])
+    return [refused, refusal(block.load_state_dict, nn.Sequential(made["gelu"]).state_dict())]
+
+
+def test_a_state_dict_of_another_activation_is_refused(world: World) -> None:
+    for errors in world.run(other_activations):
+        for error in errors:
+            assert error.startswith("InputError: asked:") and "hidden_act='gelu'" in error, error
+
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": H,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": E,
+    "num_experts_per_tok": K,
+    "norm_topk_prob": False,
+    "hidden_act": "gelu",
+}
+DEEPSEEK = {
+    **QWEN,
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "n_routed_experts": E,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def configured(me: Member) -> list[str]:
+    qwen = tw.nn.MoE.from_config(QWEN)
+    assert qwen.hidden_act == "gelu" and not qwen.gate.normalize and qwen.gate.top_k == K
+    assert tuple(qwen.experts.down_proj.shape) == (E, H, WIDTH)
+    deep = tw.nn.MoE.from_config(SimpleNamespace(**DEEPSEEK), tokens="replicated")
+    assert deep.gate.scale == 2.5 and deep.gate.groups == 2 and deep.tokens == "replicated"
+    assert deep.shared_experts.up_proj.out_features == 2 * WIDTH
+    return [
+        refusal(tw.nn.MoE.from_config, {**QWEN, "hidden_act": "mish"}),
+        refusal(tw.nn.MoE.from_config, {**QWEN, "model_type": "gpt_oss"}),
+        refusal(tw.nn.MoE.from_config, {k: v for k, v in QWEN.items() if k != "hidden_act"}),
+    ]
+
+
+def test_configurations(world: World) -> None:
+    for errors in world.run(configured):
+        assert all(error.startswith("InputError: asked:") for error in errors), errors
 
 
 def test_unknown_options_are_refused(world: World) -> None:

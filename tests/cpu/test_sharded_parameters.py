@@ -242,6 +242,46 @@ def test_operators_take_dtensors_that_fit_and_refuse_others(world: World) -> Non
         assert "redistribute" in errors[0] and "redistribute" in errors[1], errors
 
 
+def plain_only(me: Member) -> dict[str, list[str]]:
+    """Errors of operators that take plain tensors, for a DTensor in each place."""
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    x, w, experts = torch.ones(4, 6), torch.ones(8, 6), torch.ones(2, 8, 6)
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+
+    def refusals(call: Callable[..., object], *args: torch.Tensor, **options: object) -> list[str]:
+        return [
+            refusal(
+                call,
+                *args[:i],
+                DTensor.from_local(args[i], mesh, [Shard(0)], run_check=False),
+                *args[i + 1 :],
+                **options,
+            )
+            for i in range(len(args))
+        ]
+
+    to_columns = {"scatter_dim": 0, "gather_dim": 1}
+    rows, plan = tw.dispatch_grouped_matmul(x, experts, ids)
+    found = {
+        "exchange after": refusals(tw.matmul_all_to_all, x, w, w[:, 0], **to_columns),
+        "exchange before": refusals(tw.all_to_all_matmul, x, w.repeat(1, 2), **to_columns),
+        "dispatch": refusals(tw.dispatch_grouped_matmul, x, experts, ids),
+        "combine": refusals(lambda *a: tw.grouped_matmul_combine(*a, plan), rows, experts),
+        "bags": refusals(lambda t: tw.embedding_bag([t], ids[:, 0], torch.arange(5)), w),
+    }
+    y = tw.matmul_all_to_all(x, w, **to_columns)
+    assert y.shape == (2, 16), "a call works afterwards"
+    return found
+
+
+def test_other_operators_refuse_dtensors(world: World) -> None:
+    for found in world.run(plain_only):
+        for name, errors in found.items():
+            for error in errors:
+                assert error.startswith("InputError: asked:"), (name, error)
+                assert "as a DTensor" in error and ".to_local()" in error, (name, error)
+
+
 def meshes(me: Member) -> list[str]:
     mesh = init_device_mesh("cpu", (1, me.world_size), mesh_dim_names=("dp", "tp"))
     layer = tw.nn.ColumnParallelLinear(8, 4, group=mesh["tp"])

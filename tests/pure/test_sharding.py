@@ -57,6 +57,14 @@ def table(*sizes: Any) -> TableSpec:
     return TableSpec("t", *sizes)
 
 
+def test_features_of_a_table_are_together() -> None:
+    plan = plan_sharding([TableSpec("a", 9, 8, 2.0, 3), TableSpec("b", 9, 4, 12.0)], 2)
+    assert [plan.features(rank) for rank in range(2)] == [[0, 1, 2], [3]]
+    assert plan.layout() == EmbeddingLayout(((0, 8, 16), (24,)), ((8, 8, 8), (4,)))
+    assert plan.bytes_read(0) == 3 * 2 * 8 * 4 and plan.bytes_sent(0) == 3 * 8 * 4
+    assert plan.memory(0) == 9 * 8 * 4, "one copy"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -67,6 +75,7 @@ def table(*sizes: Any) -> TableSpec:
         ([GOOD, ("t", 10, 8)], 2),
         *(([GOOD, table(*sizes)], 2) for sizes in ROWS_AND_DIM),
         *(([GOOD, table(10, 8, pooling)], 2) for pooling in (math.nan, math.inf, -1.0, None)),
+        *(([GOOD, table(10, 8, 1.0, features)], 2) for features in (0, -1, 1.5, None)),
     ],
     ids=str,
 )

@@ -26,10 +26,10 @@ class ShardedEmbeddingBag(nn.Module):
     """Many ``nn.EmbeddingBag`` tables, sharded over a group by tables or by columns.
 
     ========  =======================  =======================================================
-    lengths   [F * b]                  indices per bag of own samples, table after table
+    lengths   [F * b]                  indices per bag of own samples, feature after feature
     values    [sum(lengths)]           the indices, as in TorchRec's KeyedJaggedTensor; int32
                                        or int64
-    y         [b, sum of all dims]     tables in the order in which they were given
+    y         [b, sum of all dims]     features in the same order
     weights   [rows, dim]              ``embedding_bags.TABLE.weight``, as in TorchRec, on the
                                        rank that owns the table
     parts     [rows, dim of the part]  ``embedding_bags.TABLE.weight_C`` of a table that is split
@@ -37,6 +37,10 @@ class ShardedEmbeddingBag(nn.Module):
     moments   [rows] fp32              with "adagrad", ``moment`` or ``moment_C`` in the same
                                        place: sums of mean squares of gradients
     ========  =======================  =======================================================
+
+    F counts the features of all tables, in the order in which the tables were given; most tables
+    have one. Features that share a table are one ``TableSpec(..., features=n)``: they follow each
+    other in ``lengths`` and y, and read and train one weight.
 
     No two ranks have a name in common, so ``torch.distributed.checkpoint`` saves every table, and
     loads it on whichever rank owns it then; columns must be split as they were.
@@ -47,7 +51,7 @@ class ShardedEmbeddingBag(nn.Module):
     Parameters
     ----------
     tables : sequence of TableSpec
-        name, rows, dim and mean pooling of each of the F tables.
+        name, rows, dim, mean pooling and number of features of each table. Names differ.
 
     group : ProcessGroup, optional
         the ranks that share the tables; None is the default group.
@@ -71,7 +75,7 @@ class ShardedEmbeddingBag(nn.Module):
         None makes gradients for an optimizer of torch. ``"sgd"`` or ``"adagrad"``: backward
         updates the tables in place, so it cannot be combined with a GradScaler, gradient clipping
         or accumulation over batches. Row-wise Adagrad uses the mean of squares over the columns of
-        the part.
+        the part. Not with tables of several features, whose gradients are summed before a step.
 
     learning_rate : float
         initial value of the buffer ``rate`` (fp32 [1]), which may be changed at any time.
@@ -131,9 +135,8 @@ class ShardedEmbeddingBag(nn.Module):
             "call tw.plan_sharding with these tables and the world size",
         )
         self.layout = self.plan.layout()
-        self.features = [
-            [s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)
-        ]
+        self.features = [self.plan.features(rank) for rank in range(self.world_size)]
+        self.num_features = sum(table.features for table in tables)
         self.mode, self.out_dtype = mode, out_dtype
         self.sparse, self.divide_gradient = sparse, divide_gradient
         names = [table.name for table in self.plan.tables]
@@ -141,7 +144,15 @@ class ShardedEmbeddingBag(nn.Module):
             len({*names}) == len(names) and all(name and "." not in name for name in names),
             f"tables named {', '.join(map(repr, names))}",
             "different names without dots, which are keys of the state_dict",
-            "rename tables",
+            "rename tables; features that share a table are one TableSpec(..., features=n)",
+        )
+        shared = [table.name for table in self.plan.tables if table.features > 1]
+        require(
+            optimizer is None or not shared,
+            f"optimizer {optimizer!r} with several features of {', '.join(map(repr, shared))}",
+            "tables of one feature each",
+            "leave the step to an optimizer of torch (optimizer=None), or make a module of its own "
+            "for these tables",
         )
         self.embedding_bags = nn.Module()
         for shard in self.plan.of_rank(self.rank):
@@ -276,7 +287,7 @@ class ShardedEmbeddingBag(nn.Module):
         Parameters
         ----------
         tables
-            all F tables [rows, dim], in the order of the plan.
+            all tables [rows, dim], in the order of the plan.
 
         Raises
         ------
@@ -339,7 +350,7 @@ class ShardedEmbeddingBag(nn.Module):
         # the dtypes that lookups read; others are refused on every rank
         indices, offsets, weights = leaving.finish(INDEX_DTYPES)
         return self.lookup(
-            indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size
+            indices, offsets, weights, lengths.numel() // self.num_features * self.world_size
         )
 
     def lookup(
@@ -356,8 +367,15 @@ class ShardedEmbeddingBag(nn.Module):
         batch
             samples of all ranks.
         """
+        shards = self.plan.of_rank(self.rank)
+        # the same tensor for each feature of a table: autograd adds up its gradients
+        tables = [
+            weight
+            for weight, shard in zip(self.weights(), shards, strict=True)
+            for _ in range(self.plan.tables[shard.table].features)
+        ]
         return embedding_bag_all_to_all(
-            self.weights(),
+            tables,
             indices,
             offsets,
             batch=batch,
@@ -374,7 +392,8 @@ class ShardedEmbeddingBag(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{len(self.plan.tables)} tables / {self.world_size} ranks, "
+            f"{self.num_features} features of {len(self.plan.tables)} tables / "
+            f"{self.world_size} ranks, "
             f"{self.layout.width} columns, mode={self.mode!r}"
         )
 

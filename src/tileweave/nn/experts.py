@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from torch.nn.functional import gelu, pad, relu, silu
 
 from tileweave.errors import require
 from tileweave.nn.linear import fill_shard, under_autocast
+from tileweave.nn.moe_configs import options_of
 from tileweave.nn.replicated import replicate
-from tileweave.nn.routers import SoftmaxTopK
+from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 from tileweave.nn.shards import ShardedModule, is_dtensor, local, mesh_of, sharded
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.replicated import copy_to_group, gather_parts, own_part
@@ -35,6 +37,7 @@ ACTIVATIONS = {
 }
 CLAMPED = "clamped_swiglu"  # of gpt-oss
 ALPHA, LIMIT = 1.702, 7.0
+_ACTIVATION = "hidden_act"  # in the metadata of a state_dict
 
 
 def activate(y: torch.Tensor, plan: RoutingPlan, hidden_act: str) -> torch.Tensor:
@@ -73,7 +76,10 @@ class GatedMLP(nn.Module):
 class Experts(ShardedModule):
     """All experts, stacked, DTensors sharded by expert: ``gate_up_proj`` [E, 2 I, H] (gate rows,
     then up rows) and ``down_proj`` [E, H, I]; with biases also ``gate_up_proj_bias`` [E, 2 I] and
-    ``down_proj_bias`` [E, H]."""
+    ``down_proj_bias`` [E, H].
+
+    Each rank has ``each`` = ceil(E / R) experts in order, the last ranks fewer or none.
+    """
 
     def __init__(
         self,
@@ -90,6 +96,9 @@ class Experts(ShardedModule):
         super().__init__()
         self.group_name, self.hidden_size = name_of(group), hidden_size
         self.intermediate_size = intermediate_size
+        rank, size = rank_and_size(self.group_name)
+        self.each = -(-count // size)
+        mine = max(min(self.each, count - rank * self.each), 0)
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (2 * intermediate_size, hidden_size),
             "down_proj": (hidden_size, intermediate_size),
@@ -97,9 +106,16 @@ class Experts(ShardedModule):
         if bias:
             shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
         for name, shape in shapes.items():
-            shard = torch.empty(count, *shape, device=device, dtype=dtype)
-            setattr(self, name, sharded(shard, mesh_of(group, shard.device), Shard(0)))
+            shard = torch.empty(mine, *shape, device=device, dtype=dtype)
+            mesh = mesh_of(group, shard.device)
+            setattr(self, name, sharded(shard, mesh, Shard(0), (count, *shape)))
         self.reset_parameters()
+
+    def padded(self, shard: torch.Tensor) -> torch.Tensor:
+        """``shard`` of a parameter with experts of zeros, which no token has: operators take as
+        many on each rank."""
+        missing = self.each - shard.shape[0]
+        return pad(shard, (0, 0) * (shard.dim() - 1) + (0, missing)) if missing else shard
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -115,7 +131,7 @@ class MoE(nn.Module):
 
     ==============================  ==================  ======================================
     gate.weight                     [E, H]              router; the same on every rank
-    experts.gate_up_proj            [E, 2 I, H]         experts, stacked; E / R on each rank
+    experts.gate_up_proj            [E, 2 I, H]         experts, stacked; ceil(E / R) on each rank
     experts.down_proj               [E, H, I]
     experts.gate_up_proj_bias       [E, 2 I]            with ``bias``
     experts.down_proj_bias          [E, H]
@@ -129,8 +145,9 @@ class MoE(nn.Module):
 
     Names and layouts are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of
     transformers 5 (experts stacked), and of ``DeepseekV3MoE`` for the shared expert.
-    ``load_state_dict`` reads the state_dict of such a block; pass its ``hidden_act``, which the
-    state_dict does not have.
+    ``load_state_dict`` reads the state_dict of such a block. It does not have the activation: make
+    the layer with :meth:`from_config`, or pass the ``hidden_act`` of the configuration. The
+    state_dict of an MoE has it in its metadata, and another activation is refused.
 
     Parameters
     ----------
@@ -141,7 +158,8 @@ class MoE(nn.Module):
         I, the inner size of an expert.
 
     num_experts : int
-        E, the experts of all ranks; a multiple of R.
+        E, the experts of all ranks. If it is not a multiple of R, the last ranks have fewer than
+        ceil(E / R) or none, and copy their experts in each call, padded with zeros.
 
     top_k : int
         k, the experts per token.
@@ -180,10 +198,9 @@ class MoE(nn.Module):
     Raises
     ------
     InputError
-        if ``num_experts`` is not a multiple of R, ``top_k`` is larger, the activation is unknown,
-        or x does not fit. For
-        other errors of a call see ``tileweave.dispatch_grouped_matmul`` and
-        ``tileweave.grouped_matmul_combine``.
+        if ``top_k`` is larger than ``num_experts``, the activation is unknown or not that of a
+        loaded state_dict, or x does not fit. For other errors of a call see
+        ``tileweave.dispatch_grouped_matmul`` and ``tileweave.grouped_matmul_combine``.
 
     Notes
     -----
@@ -221,13 +238,11 @@ class MoE(nn.Module):
         self.group_name = name_of(group)
         self.world_size = dist.get_world_size(group_of(self.group_name))
         self.hidden_size, self.num_experts, self.max_tokens = hidden_size, num_experts, max_tokens
-        asked = f"{num_experts} experts over {self.world_size} ranks, top_k={top_k}"
-        fits = num_experts % self.world_size == 0 and 0 < top_k <= num_experts
         require(
-            fits,
-            asked,
-            "a multiple of the world size, and top_k from 1 to the number of experts",
-            "choose another group",
+            0 < top_k <= num_experts,
+            f"{num_experts} experts, top_k={top_k}",
+            "top_k from 1 to the number of experts",
+            "pass num_experts_per_tok of the model",
         )
         known = (*ACTIVATIONS, CLAMPED)[: len(ACTIVATIONS) + (not shared_intermediate_size)]
         require(
@@ -246,8 +261,9 @@ class MoE(nn.Module):
         if router is None:
             router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
         self.gate = router
-        count = num_experts // self.world_size
-        self.experts = Experts(count, hidden_size, intermediate_size, bias, group, device, dtype)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, bias, group, device, dtype
+        )
         self.shared_experts = None
         if shared_intermediate_size:
             self.shared_experts = GatedMLP(
@@ -258,6 +274,64 @@ class MoE(nn.Module):
         for module in (self.gate, self.shared_experts):
             if module is not None:
                 replicate(module, mesh, sums=True)
+        self.register_state_dict_post_hook(_note_activation)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        tokens: str = "own",
+        max_tokens: int | None = None,
+        group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MoE:
+        """The layer of a model's configuration: sizes, router, shared expert and activation.
+
+        Parameters
+        ----------
+        config : mapping or object with attributes
+            As in transformers, of model_type "mixtral", "qwen3_moe" or "deepseek_v3".
+
+        tokens, max_tokens, group, device, dtype
+            As of the class.
+
+        Raises
+        ------
+        InputError
+            If the model is another one, something is missing, or ``hidden_act`` is an activation
+            that the layer does not compute.
+        """
+        sizes, options = options_of(config)
+        kinds = {"device": device, "dtype": dtype}
+        sigmoid = options.pop("sigmoid", None)
+        if sigmoid is not None:
+            hidden_size, _, count, top_k = sizes
+            options["router"] = SigmoidTopK(hidden_size, count, top_k, **sigmoid, **kinds)
+        return cls(*sizes, tokens=tokens, max_tokens=max_tokens, group=group, **options, **kinds)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        theirs = local_metadata.get(_ACTIVATION)
+        require(
+            theirs is None or _same_activation(theirs, self.hidden_act),
+            f"the state_dict of a layer with hidden_act={theirs!r}, {prefix or 'the layer'} with "
+            f"{self.hidden_act!r}",
+            "the same activation",
+            f"make the layer with hidden_act={theirs!r}",
+        )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state_dict of the whole layer, with all experts stacked; each rank takes its
@@ -306,20 +380,19 @@ class MoE(nn.Module):
             beyond = torch.arange(ids.shape[0], device=ids.device) >= count
             ids = ids.masked_fill(beyond[:, None], -1)
         ids, weights = ids.contiguous(), weights.contiguous()
-        rows, up, down = under_autocast(
-            tokens, local(experts.gate_up_proj), local(experts.down_proj)
-        )
+        shards = (experts.padded(local(w)) for w in (experts.gate_up_proj, experts.down_proj))
+        rows, up, down = under_autocast(tokens, *shards)
         y, plan = dispatch_grouped_matmul(
             rows, up, ids, group=self.group_name, max_tokens=self.max_tokens
         )
         biases = experts._parameters.get("gate_up_proj_bias")
         if biases is not None:
-            y = y + _bias_of_rows(local(biases), plan).to(y.dtype)
+            y = y + _bias_of_rows(experts.padded(local(biases)), plan).to(y.dtype)
         z = grouped_matmul_combine(
             activate(y, plan, act), down, plan, weights, group=self.group_name
         )
         if biases is not None:
-            shard = local(experts.down_proj_bias)
+            shard = experts.padded(local(experts.down_proj_bias))
             z = z + _bias_of_tokens(shard, ids, weights, self.group_name).to(z.dtype)
         return z if self.shared_experts is None else z + self.shared_experts(tokens)
 
@@ -329,6 +402,18 @@ class MoE(nn.Module):
             f"experts={self.num_experts} / {self.world_size} ranks, "
             f"hidden_act={self.hidden_act!r}, tokens={self.tokens!r}"
         )
+
+
+def _same_activation(one: str, other: str) -> bool:
+    if one in ACTIVATIONS and other in ACTIVATIONS:
+        return ACTIVATIONS[one] is ACTIVATIONS[other]
+    return one == other
+
+
+def _note_activation(
+    module: nn.Module, _state: object, _prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    local_metadata[_ACTIVATION] = module.hidden_act
 
 
 def _bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:

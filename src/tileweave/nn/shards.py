@@ -39,11 +39,23 @@ def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
         return DeviceMesh.from_group(found, kind)
 
 
-def sharded(shard: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter whose local tensor is ``shard``, of equal shape on every rank of ``mesh``."""
+def sharded(
+    shard: torch.Tensor,
+    mesh: DeviceMesh,
+    placement: Placement,
+    shape: tuple[int, ...] | None = None,
+) -> nn.Parameter:
+    """A parameter whose local tensor is ``shard``.
+
+    ``shape``: of the whole, contiguous tensor, cut as DTensor does. None: shards have equal shapes.
+    """
     from torch.distributed.tensor import DTensor
 
-    return nn.Parameter(DTensor.from_local(shard, mesh, [placement], run_check=False))
+    whole: dict[str, Any] = {}
+    if shape is not None:
+        strides = torch.empty(shape, device="meta").stride()
+        whole = {"shape": torch.Size(shape), "stride": strides}
+    return nn.Parameter(DTensor.from_local(shard, mesh, [placement], run_check=False, **whole))
 
 
 def distributed(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from numbers import Integral, Real
 
 from tileweave.errors import InputError, require
@@ -206,13 +207,21 @@ class TableSpec:
     dim
         number of columns.
     pooling
-        rows that a sample reads from it, on average.
+        rows that a feature of a sample reads from it, on average.
+    features
+        how many features of a sample are looked up in it. There is one copy of the table, and the
+        gradients of all its features add up in it.
     """
 
     name: str
     rows: int
     dim: int
     pooling: float = 1.0
+    features: int = 1
+
+    def read(self, dim: int) -> float:
+        """Elements that a sample reads from ``dim`` columns of it."""
+        return self.features * self.pooling * dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,19 +252,34 @@ class ShardingPlan:
 
     def layout(self) -> EmbeddingLayout:
         """The layout of result rows: tables in the order in which they were given, whichever rank
-        owns them."""
-        first = [sum(spec.dim for spec in self.tables[:i]) for i in range(len(self.tables))]
-        ranks = [self.of_rank(rank) for rank in range(self.world_size)]
-        columns = tuple(tuple(first[s.table] + s.column for s in shards) for shards in ranks)
-        return EmbeddingLayout(columns, tuple(tuple(s.dim for s in shards) for shards in ranks))
+        owns them; of each table its features, one after the other."""
+        first = list(accumulate((spec.features * spec.dim for spec in self.tables), initial=0))
+        columns, dims = [], []
+        for rank in range(self.world_size):
+            mine = [(s, feature) for s in self.of_rank(rank) for feature in self._features_of(s)]
+            columns.append(
+                tuple(first[s.table] + i * self.tables[s.table].dim + s.column for s, i in mine)
+            )
+            dims.append(tuple(s.dim for s, _ in mine))
+        return EmbeddingLayout(tuple(columns), tuple(dims))
+
+    def features(self, rank: int) -> list[int]:
+        """The feature of each lookup of ``rank``: features are counted table after table, and
+        those of a shard follow each other."""
+        first = list(accumulate((spec.features for spec in self.tables), initial=0))
+        return [first[s.table] + i for s in self.of_rank(rank) for i in self._features_of(s)]
+
+    def _features_of(self, shard: Shard) -> range:
+        return range(self.tables[shard.table].features)
 
     def bytes_read(self, rank: int) -> float:
         """Bytes that one sample reads on ``rank``."""
-        return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
+        return sum(self.tables[s.table].read(s.dim) * self.itemsize for s in self.of_rank(rank))
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes of pooled vectors that ``rank`` makes of one sample; the gradient has as many."""
-        return sum(s.dim for s in self.of_rank(rank)) * self.itemsize
+        columns = sum(self.tables[s.table].features * s.dim for s in self.of_rank(rank))
+        return columns * self.itemsize
 
     def memory(self, rank: int) -> int:
         """Bytes of the tables on ``rank``."""
@@ -303,7 +327,8 @@ def plan_sharding(
     of two fractions stays smallest: of all bytes read (memory bandwidth), and of all columns (link
     bandwidth). Ties are decided by the other fraction, then memory, then the lowest rank. A table
     that reads more than the mean of the ranks, or that does not fit ``memory``, is cut by columns
-    into equal parts of at least 16 bytes per row.
+    into equal parts of at least 16 bytes per row. All features of a table, or of a part, are looked
+    up on the rank that has it.
 
     If that does not fit ``memory``, tables are assigned by size, largest first, to the rank that
     holds least; then both ways are tried with tables cut as finely as possible.
@@ -325,14 +350,14 @@ def plan_sharding(
         if sizes are invalid, or the tables do not fit ``memory`` in any of these ways.
     """
     _check_sizes(tables, world_size, itemsize)
-    share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
+    share = sum(t.read(t.dim) * itemsize for t in tables) / world_size
     refused: InputError | None = None
     for finely, largest_first in ((False, False), (False, True), (True, False), (True, True)):
         pieces: list[Piece] = []
         for number, table in enumerate(tables):
             parts = _parts(table, share, world_size, itemsize, memory, finely)
             dim = table.dim // parts
-            cost, nbytes = -table.pooling * dim * itemsize, table.rows * dim * itemsize
+            cost, nbytes = -table.read(dim) * itemsize, table.rows * dim * itemsize
             pieces += [(cost, number, part * dim, dim, nbytes) for part in range(parts)]
         try:
             shards = _deal(tables, pieces, share, world_size, memory, largest_first)
@@ -356,11 +381,11 @@ def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) ->
         "pass such numbers",
     )
     for table in tables:
-        fits = isinstance(table, TableSpec) and counts(table.rows, table.dim)
+        fits = isinstance(table, TableSpec) and counts(table.rows, table.dim, table.features)
         fits = fits and isinstance(table.pooling, Real) and 0 <= table.pooling < math.inf
         allowed = (
-            "TableSpec(name, rows, dim, pooling): integer rows and dim, 1 at least; "
-            "finite pooling, 0 at least"
+            "TableSpec(name, rows, dim, pooling, features): integer rows, dim and features, "
+            "1 at least; finite pooling, 0 at least"
         )
         require(fits, lambda table=table: f"{table}", allowed, "correct the table")
 
@@ -378,7 +403,8 @@ def _deal(
 ) -> list[Shard]:
     """Assign the pieces to ranks one after the other; see :func:`plan_sharding`."""
     read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
-    all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
+    all_read = max(share * world_size, 1e-9)
+    all_wide = max(sum(t.features * t.dim for t in tables), 1)
     for cost, number, column, dim, nbytes in sorted(
         pieces, key=(lambda p: (-p[4], p)) if largest_first else None
     ):
@@ -391,7 +417,7 @@ def _deal(
                 f"bytes of other tables; allowed: {memory} bytes per rank; "
                 "remedy: more ranks, a narrower dtype, or more memory"
             )
-        reading, sending = -cost / all_read, dim / all_wide
+        reading, sending = -cost / all_read, tables[number].features * dim / all_wide
 
         def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, ...]:
             both = read[r] + reading, wide[r] + sending
@@ -404,7 +430,7 @@ def _deal(
         wide[rank] += sending
         held[rank] += nbytes
         shards.append(Shard(number, column, dim, rank))
-    shards.sort(key=lambda s: (s.rank, -tables[s.table].pooling * s.dim, s.table, s.column))
+    shards.sort(key=lambda s: (s.rank, -tables[s.table].read(s.dim), s.table, s.column))
     return shards
 
 
@@ -420,7 +446,7 @@ def _parts(
         if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)
     ]
     for parts in () if finely else allowed:
-        reads = table.pooling * table.dim * itemsize / parts
+        reads = table.read(table.dim) * itemsize / parts
         holds = table.rows * table.dim * itemsize / parts
         if reads <= share * (1 + 1e-9) and (memory is None or holds <= memory):
             return parts

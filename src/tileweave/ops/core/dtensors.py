@@ -89,6 +89,23 @@ def _on_shards(
     return type(y)(map(wrapped, y)) if isinstance(y, (list, tuple)) else wrapped(y)
 
 
+def refuse_dtensors(**arguments: Any) -> None:
+    """Refuse DTensors as arguments (tensors, lists of them, None) of an operator that takes plain
+    tensors only: torch would not say what to pass."""
+    given = [(name, t) for name, value in arguments.items() for t in _each(value)]
+    if all(t is None or type(t) in PLAIN for _, t in given):
+        return
+    from torch.distributed.tensor import DTensor
+
+    for name, t in given:
+        require(
+            not isinstance(t, DTensor),
+            lambda t=t, name=name: f"{name} as a DTensor with placements {t.placements}",
+            "a plain tensor, this rank's part as the operator describes it",
+            f"pass {name}.to_local(), after redistribute() if that is not the part",
+        )
+
+
 def _each(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 

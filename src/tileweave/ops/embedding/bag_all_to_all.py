@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.registry import (
     Group,
     debugging,
@@ -263,6 +264,9 @@ def _call(
     What depends on the group is checked inside the operator, which compilers do not trace.
     """
     tables = list(tables)
+    refuse_dtensors(
+        tables=tables, indices=indices, offsets=offsets, per_sample_weights=weights, out=out
+    )
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(
         gradient in KINDS[:2],

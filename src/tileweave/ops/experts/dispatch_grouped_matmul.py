@@ -37,6 +37,7 @@ from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own, check_together
+from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.registry import (
     Group,
     contiguous,
@@ -175,6 +176,7 @@ def _check_call(
     name: str,
 ) -> None:
     """Check which arguments are given together, and what the torch operator does not get."""
+    refuse_dtensors(x=x, experts=experts, topk_ids=topk_ids, out=out)
     _check_dimensions(x, experts)
     if plan is None:
         require(

@@ -32,6 +32,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own, check_together
+from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.registry import (
     Group,
     agree,
@@ -131,6 +132,7 @@ def _check_call(
     name: str,
 ) -> None:
     """Check what the torch operator does not get."""
+    refuse_dtensors(y=y, experts=experts, topk_weights=weights, out=out)
     _check_experts(experts)
     check_plan(plan, experts, name)
     if out is not None:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -154,6 +155,7 @@ def _as_called(
     group_name: str,
 ) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
     """Return the exchange, and x and out as rows. Raises for what those no longer show."""
+    refuse_dtensors(x=x, w=w, bias=bias, out=out)
     how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w, OP)
     if x.dim() > 2:
         check_divides(how, x.shape[0], x.shape[-1], rank_and_size(group_name)[1], "x")
