@@ -14,7 +14,7 @@ from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.nn import MoE, ShardedEmbeddingBag
-from tileweave.ops.matmul import all_gather_matmul as operator
+from tileweave.ops.matmul import backward as operator
 from tileweave.planning.sharding import TableSpec
 from tileweave.transport import host_memory
 from tileweave.transport.cpu import CpuTransport

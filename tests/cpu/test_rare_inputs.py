@@ -81,7 +81,7 @@ def moved_and_saved(me: Member) -> list[object]:
     saved = module.state_dict()
     other, _, _ = module_of(me, optimizer="adagrad")
     other.load_state_dict(saved)
-    moments = [m for name, m in saved.items() if name.startswith("moment")]
+    moments = [m for name, m in saved.items() if name.rpartition(".")[2].startswith("moment")]
     same = all(torch.equal(a, b) for a, b in zip(moments, other.optimizer.states, strict=True))
     other.to(torch.bfloat16)
     kept = all(torch.equal(a, b) for a, b in zip(moments, other.optimizer.states, strict=True))

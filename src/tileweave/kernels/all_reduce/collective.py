@@ -28,8 +28,8 @@ sums take that order through a place in the own slot, [R, shard].
 Why no slot is overwritten: every rank needs data of every peer in every call. So when my call n
 ends, each peer has begun call n and has ended call n-1, which was the last reader of the slot (and
 writer of its zeros) that call n+1 writes. Where the own shard is empty, nothing comes for it, but
-finished shards do; a peer whose shard is empty waits for mine. Two ranks with empty shards send
-each other nothing.
+finished shards do; a peer whose shard is empty waits for mine. Two ranks with empty shards would
+send each other nothing: of as many columns as ranks, at most one rank has none.
 
 Why no rank waits for ever: a program pushes before it waits, and waits for the same program of
 peers.
@@ -100,8 +100,11 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_columns(cls, rows: int, cols: int, world_size: int) -> Shards:
-        """Of a matrix [rows, cols]: each rank has some of the columns, the result is all."""
+        """Of a matrix [rows, cols]: each rank has some of the columns, the result is all. No two
+        ranks have none, if there are as many columns as ranks."""
         own = cdiv(cdiv(cols, world_size), ALIGN) * ALIGN
+        if own * (world_size - 1) >= cols:
+            own = cdiv(cols, world_size)
         return cls(rows, own, cols, own, own, own)
 
     @classmethod

@@ -157,7 +157,7 @@ def all_gather_matmul(
             out=into,
         )
         return _batch_first(found) if out is None else out
-    if cols is not None or main_grad is not None or not isinstance(w, torch.Tensor):
+    if cols is not None or main_grad is not None or isinstance(w, (list, tuple)):
         o = check_own(OP, name, as_operands, x, w, bias, main_grad, cols, out)
         y, gathered = torch.ops.tileweave.all_gather_matmul_list(
             o.rows, o.w, o.bias, o.main_grad, name, return_gathered, o.cols
