@@ -35,10 +35,10 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def error_of(call: Callable[..., object], *args: object) -> str:
-    """The text of any error that a call raises, those of torch too, or ""."""
+    """The text of the error that a call raises, ours or one of torch, or ""."""
     try:
         call(*args)
-    except Exception as error:
+    except (tw.TileweaveError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -21,6 +21,7 @@ from tileweave.planning.measurements import (
 from tileweave.planning.planner import Planner, _place
 from tileweave.planning.predict import seconds
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.sim.machine import presets
 from tileweave.sim.modelled import is_matmul
 
 H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
@@ -114,6 +115,28 @@ def test_a_broken_file_is_refused(where: tuple[str | int, ...], value: object) -
     with pytest.raises(InputError, match="a file") as error:
         read_measurements(json.dumps(data), "a file")
     assert "remedy" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        ("h100", "H100 80GB HBM3"),
+        ("h200", "H200"),
+        ("h800", "H800"),
+        ("b200", "B200"),
+        ("mi300x", "MI300X"),
+    ],
+)
+def test_data_sheets_are_those_of_the_simulator(preset: str, name: str) -> None:
+    """Its file needs a reader of YAML, which the planner must not need."""
+    device = presets()["devices"][preset]
+    sheet = data_sheet(Machine(name, "cuda", 90, device.num_sms))
+    assert (sheet.flops, sheet.memory_rate, sheet.num_sms, sheet.link_rate) == (
+        device.flops,
+        device.memory_rate,
+        device.num_sms,
+        device.link_rate,
+    )
 
 
 def test_machines_that_are_not_known_have_a_part_of_a_h100() -> None:
