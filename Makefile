@@ -50,8 +50,9 @@ test-integrations: ## run the tests of tileweave.integrations against the real f
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
 	$(INTEGRATIONS)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
 
-fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU
+fuzz: venv ## explore 100,000 interleavings of the kernels of every operator, then mutants of the kernels (RUNS=, FIRST=, MUTANTS= change how many); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)
+	$(BIN)/tileweave mutate --sample $(or $(MUTANTS),0)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check

@@ -63,7 +63,11 @@ SCENARIOS = (
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
+GATHER = AllGatherMatmul(
+    "library gather", triton_config("sm", kernel="library"), ((2, 16, 16),), (1,), gathered=True
+)
 PAUSED = (
+    GATHER,
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(
         "library",
@@ -74,6 +78,12 @@ PAUSED = (
     ),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
 )
+# device function -> where it is called, what it does instead, scenarios that find that
+FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "refuse_gone": (embedding_gradient, lambda peers, number, *_: number, PAUSED[-1]),
+    "or_gone": (embedding_gradient, lambda peers, number, *_: number, PAUSED[-1]),
+    "faulted": (exchange, lambda peers: 0, GATHER),  # shards are pushed after a fault, too
+}
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
 
@@ -229,7 +239,7 @@ def found_with_a_paused_rank(forgets: str = "") -> list[str]:
     call and ended the third, which has the slot of the first one. The first result of rank 1 is
     right, or NaN, or reported.
 
-    Needs its own process. ``forgets``: a device function of gradients by copy engines that does
+    Needs its own process. ``forgets``: one of :data:`FORGOTTEN`, a device function that does
     nothing then, so that faults are found.
     """
     latest: list[Clock] = []
@@ -252,11 +262,13 @@ def found_with_a_paused_rank(forgets: str = "") -> list[str]:
     for module in (exchange, matmul_all_reduce):
         module.leave_early = then_pause(module.leave_early)
     embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
+    scenarios: tuple[Any, ...] = PAUSED
     if forgets:
-        setattr(embedding_gradient, forgets, lambda peers, number, *_: number)
+        module, instead, *scenarios = FORGOTTEN[forgets]
+        setattr(module, forgets, instead)
     found = []
     with exploring() as enter:
-        for scenario, seed in product(PAUSED[-1:] if forgets else PAUSED, range(4)):
+        for scenario, seed in product(scenarios, range(4)):
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
 

@@ -87,6 +87,8 @@ def test_demo_closing_line_counts_cases() -> None:
         ("fuzz --runs 0", "--runs"),
         ("fuzz --runs -5", "--runs"),
         ("fuzz --workers -1", "--workers"),
+        ("mutate --sample -1", "--sample"),
+        ("mutate --seconds 0", "--seconds"),
         ("bench --smoke --repeats 0", "--repeats"),
         ("bench --smoke --seconds 0", "--seconds"),
         ("trace --depth 0", "--depth"),
@@ -141,7 +143,14 @@ def test_simulator_options_are_validated() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["fuzz --json", "check --stress --json", "trace --out", "demo --out", "bench --smoke --json"],
+    [
+        "fuzz --json",
+        "mutate --json",
+        "check --stress --json",
+        "trace --out",
+        "demo --out",
+        "bench --smoke --json",
+    ],
 )
 def test_output_paths_are_checked_first(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -165,6 +174,7 @@ def test_output_folders_are_created(tmp_path: Path) -> None:
     ("command", "missing", "said"),
     [
         ("fuzz", "greenlet", "tileweave fuzz needs greenlet: pip install greenlet"),
+        ("mutate", "greenlet", "tileweave mutate needs greenlet: pip install greenlet"),
         ("demo", "numpy", "tileweave demo without GPUs needs numpy: pip install numpy"),
         ("check", "triton", "tileweave check needs triton: pip install triton"),
         ("trace", "triton", "tileweave trace needs triton: pip install triton"),

@@ -23,6 +23,7 @@ try:
     import typer
 
     from tileweave.bench.console import console
+    from tileweave.commands.explore import fuzz, mutate
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise
@@ -565,66 +566,8 @@ def simulate(context: typer.Context) -> None:
     simulator(context.args, prog_name="tileweave simulate")
 
 
-@app.command()
-def fuzz(
-    runs: Annotated[
-        int, typer.Option(min=1, help="Approximate number of interleavings to explore.")
-    ] = 20_000,
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Only scenarios whose name contains this; of a seed, what is before its @."
-        ),
-    ] = "",
-    first: Annotated[
-        int,
-        typer.Option(min=0, help="First seed: other seeds explore other interleavings."),
-    ] = 0,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Stop after this long (0: when all is done).")
-    ] = 0.0,
-    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
-    replay: Annotated[
-        str, typer.Option(help="Run this one seed again, and print what happens.")
-    ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
-) -> None:
-    """Explore interleavings of the kernels of every operator. Needs no GPU.
-
-    All ranks run in one process, with memory as weakly ordered as the memory model allows.
-    """
-    from json import dumps
-    from os import cpu_count
-
-    from tileweave.bench.environment import environment
-    from tileweave.explore import fuzz as explorer
-
-    explorer.require_packages()
-    file_for(json)
-    screen = console()
-    if replay:
-        told = explorer.replay(replay)
-        screen.print(told or "nothing goes wrong", markup=False)
-        raise typer.Exit(1 if told else 0)
-    report = explorer.fuzz(
-        runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds
-    )
-    if json is not None:
-        json.write_text(
-            dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1)
-            + "\n"
-        )
-    if report.story:
-        screen.print(report.story, markup=False)
-        raise typer.Exit(1)
-    if not report.interleavings:
-        screen.print("[bold red]nothing was explored: time ran out before the first interleaving")
-        raise typer.Exit(1)
-    screen.print(explorer.table_of(report))
-    screen.print(
-        f"{report.interleavings} interleavings, {report.distinct} of them distinct, "
-        f"{report.steps} scheduling points, {report.seconds:.0f} s: nothing wrong"
-    )
+app.command()(fuzz)
+app.command()(mutate)
 
 
 def main() -> None:

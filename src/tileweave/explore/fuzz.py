@@ -175,8 +175,8 @@ def _scenarios(pattern: str) -> list[str]:
     return chosen
 
 
-def require_packages() -> None:
-    need("tileweave fuzz", "greenlet", "numpy", "triton")
+def require_packages(command: str = "tileweave fuzz") -> None:
+    need(command, "greenlet", "numpy", "triton")
 
 
 @contextmanager

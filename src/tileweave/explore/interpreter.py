@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from tileweave.device.triton.signal import INTERPRETED
 from tileweave.explore import blocks
 from tileweave.explore.blocks import Block
 from tileweave.explore.memory import Cells, Region, Store
-from tileweave.explore.ranks import World
+from tileweave.explore.ranks import COMPONENTS, World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
@@ -97,7 +98,10 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
     for where, name, value in changes:
         setattr(where, name, value)
     try:
-        yield hooks.enter
+        with warnings.catch_warnings():
+            # NaN and infinities are among what is explored
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield hooks.enter
     finally:
         for where, name, value in before:
             if value is None:
@@ -440,6 +444,11 @@ class Hooks(interpreted.HostMemory):
 
     def idle(self) -> None:
         """Nothing to do: the next poll parks if nothing has changed."""
+
+    def multiprocessor(self) -> int:
+        """Programs run on multiprocessors in turn; the first one of each rank on another one."""
+        me = self._me()
+        return (me.component % COMPONENTS + me.rank) % self.world.multiprocessors
 
     def seconds(self) -> float:
         """Time does not advance: an endless wait is found as a deadlock, and a suspended machine is

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-CELL = 4  # bytes
+CELL = 4  # bytes, but 2 where elements have 16 bits
 T = TypeVar("T")
 Cells: TypeAlias = "np.ndarray | slice | int"  # of a region: their numbers
 
@@ -49,6 +49,7 @@ class Region:
     start: int
     end: int
     shared: bool = False
+    cell_bytes: int = CELL
     writer: np.ndarray | None = None  # int16 per cell: component of the last writer, -1: none
     written: np.ndarray | None = None  # int32 per cell: the clock of that component
     reads: np.ndarray | None = None  # int32 [component, cell]: clock of the last read
@@ -62,7 +63,7 @@ class Region:
 
     def watch(self, components: int) -> None:
         """Record accesses from now on."""
-        cells = (self.end - self.start + CELL - 1) // CELL
+        cells = -(-(self.end - self.start) // self.cell_bytes)
         self.issued, self.arrived = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
         self.observer = np.full(cells, -1, np.int16)
         self.writer = np.full(cells, -1, np.int16)
@@ -74,17 +75,25 @@ class Region:
         )
 
     def cell(self, address: int) -> int:
-        return (address - self.start) // CELL
+        return (address - self.start) // self.cell_bytes
 
     def cells(self, addresses: np.ndarray) -> Cells:
         """The cells of elements: by number, which is quicker, where there is one."""
         if addresses.size == 1:
             return self.cell(int(addresses.flat[0]))
         # numpy's own kind of index
-        return ((addresses - np.uint64(self.start)) >> np.uint64(2)).view(np.int64)
+        return ((addresses - np.uint64(self.start)) >> np.uint64(self.cell_bytes // 2)).view(
+            np.int64
+        )
 
     def where(self, low: int, high: int) -> str:
-        return f"{self.name}[{(low - self.start) // CELL}:{(high - self.start) // CELL}]"
+        first, last = low - self.start, high - self.start
+        return f"{self.name}[{first // self.cell_bytes}:{-(-last // self.cell_bytes)}]"
+
+    def slice_of(self, low: int, high: int) -> slice:
+        """The cells of bytes [low, high)."""
+        size = self.cell_bytes
+        return slice((low - self.start) // size, -(-(high - self.start) // size))
 
 
 @dataclass(eq=False)
@@ -318,11 +327,12 @@ class Memory:
         bad: Any,
         other: np.ndarray,
     ) -> None:
-        numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
+        size = region.cell_bytes
+        numbers = np.arange(-(-(region.end - region.start) // size))[cells][bad]
         component = int(np.broadcast_to(other, bad.shape)[bad][0])
         name = self.names[component] if component >= 0 else "any task"
-        low = region.start + CELL * int(numbers.min())
-        high = region.start + CELL * (int(numbers.max()) + 1)
+        low = region.start + size * int(numbers.min())
+        high = region.start + size * (int(numbers.max()) + 1)
         raise self.fail(kind, f"{task} {region.where(low, high)}, {how} {name}", low, high)
 
     # --- Stores on their way ---

@@ -39,7 +39,8 @@ class Rank:
 
 class World:
     """R ranks in this process. ``resident`` programs of a rank run at once (None: all), in order of
-    their ids."""
+    their ids, and are on ``multiprocessors`` in turn.
+    ``cell_bytes``: of the elements of slots, if less than 4."""
 
     def __init__(
         self,
@@ -48,8 +49,11 @@ class World:
         strategy: Strategy,
         resident: int | None = None,
         recording: bool = False,
+        multiprocessors: int = 1,
+        cell_bytes: int = CELL,
     ) -> None:
         self.size, self.resident = size, resident
+        self.multiprocessors, self.cell_bytes = multiprocessors, cell_bytes
         self.memory = Memory(size * COMPONENTS)
         self.tasks = Tasks(self.memory, strategy, recording)
         self.machine = replace(CPU, num_sms=programs)
@@ -144,7 +148,9 @@ class World:
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
-            self.memory.add(Region(f"rank {rank} {name}", start, start + nbytes))
+            cell_bytes = 2 if tensor.element_size() == 2 else CELL
+            known = Region(f"rank {rank} {name}", start, start + nbytes, cell_bytes=cell_bytes)
+            self.memory.add(known)
             self.kept.append(tensor)  # so that its address is not used again
 
     def read(self, rank: int, tensor: torch.Tensor) -> None:
@@ -162,7 +168,7 @@ class World:
         if high > low:
             host = self.ranks[rank].host
             region = self.memory.region(low, high, host.name)
-            self.memory.check_write(host, region, _cells(region, low, high))
+            self.memory.check_write(host, region, region.slice_of(low, high))
 
     # --- Host rendezvous ---
 
@@ -189,7 +195,9 @@ class World:
         self._buffers[rank].append(local)
         what = "slots" if nbytes % 1024 == 0 else "signals"  # which are an odd number of words
         start = local.data_ptr()
-        self.memory.add(Region(f"rank {rank} {what} {number}", start, start + nbytes, shared=True))
+        cell_bytes = self.cell_bytes if what == "slots" else CELL
+        name = f"rank {rank} {what} {number}"
+        self.memory.add(Region(name, start, start + nbytes, True, cell_bytes))
         self.barrier()
         addresses = tuple(self._buffers[r][number].data_ptr() for r in range(self.size))
         return SymmetricBuffer(local, addresses)
@@ -279,7 +287,7 @@ class World:
         self._read(engine, source, source + nbytes)
         data = ctypes.string_at(source, nbytes)
         region = self.memory.region(target, target + nbytes, engine.name)
-        cells = _cells(region, target, target + nbytes)
+        cells = region.slice_of(target, target + nbytes)
         self.memory.check_write(engine, region, cells)
         self.tasks.note("copies", target, target + nbytes)
         # a release, because a copy engine does its copies in order
@@ -291,11 +299,7 @@ class World:
     def _read(self, engine: Task, low: int, high: int) -> None:
         if self.memory.has(low, high):
             region = self.memory.region(low, high, engine.name)
-            self.memory.check_read(engine, region, _cells(region, low, high))
-
-
-def _cells(region: Region, low: int, high: int) -> slice:
-    return slice((low - region.start) // CELL, (high - region.start + CELL - 1) // CELL)
+            self.memory.check_read(engine, region, region.slice_of(low, high))
 
 
 class ModelTransport:

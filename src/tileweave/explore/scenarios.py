@@ -1,8 +1,9 @@
 """Scenarios: for each operator a few small cases to explore. A new operator is one entry here.
 
 A scenario calls one operator on one rank of a model world, below the argument checks, and says what
-the results must be. Operands are small integers, so results are exact. They differ between calls,
-so that data of an older call is not right by chance. Tiles are as small as the interpreter allows,
+the results must be. Operands are small integers, so results are exact; of matmuls they are in fp32
+or in fp16, with NaN and infinities or without (:data:`PAYLOADS`). They differ between calls, so
+that data of an older call is not right by chance. Tiles are as small as the interpreter allows,
 because its time depends on the number of operations.
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 from zlib import crc32
 
 import torch
+import triton.language as tl
 
 from tileweave.explore.ranks import World
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -25,7 +27,12 @@ from tileweave.transport.protocol import EPOCH
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
+    # so that some programs push gradients, and some do not
+    ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),
+    ("tileweave.kernels.embedding.gradient", "EVERY", 2),
 )
+# What operands of matmuls are: fp32, fp16, and fp16 with NaN, infinities and minus zero
+PAYLOADS = ("whole", "half", "special")
 # Sets of operands per shape. A prime, so that all combinations of calls, slots and sets occur.
 POOL = 7
 
@@ -39,6 +46,8 @@ class Drawn:
     epoch: int
     calls: int
     order: int  # offset into shapes and operands
+    payload: str = "whole"  # one of PAYLOADS
+    multiprocessors: int = 1  # on which programs of a kernel run, in turn
 
 
 class Scenario(Protocol):
@@ -101,6 +110,31 @@ def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
+@lru_cache(maxsize=4096)
+def operand(payload: str, shape: tuple[int, ...], *seed: object) -> torch.Tensor:
+    """:func:`whole_numbers` as ``payload`` says. Where that is "special", one element is NaN, one
+    infinite, and zeros are minus zero."""
+    whole = whole_numbers(shape, *seed)
+    if payload == "whole":
+        return whole
+    if payload == "special":
+        whole = torch.where(whole == 0, -0.0, whole)
+        place = crc32(repr(seed).encode()) % whole.numel()
+        whole.view(-1)[place] = float("nan")
+        whole.view(-1)[place * 7 % whole.numel()] = float("inf")
+    return whole.half()
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x w^T, which is exact."""
+    return x.float() @ w.float().t()
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Which elements are equal; NaN is equal to NaN."""
+    return (got == want) | (got.isnan() & want.isnan())
+
+
 def instance_of(config: MatmulConfig) -> str:
     """The kind of instance that calls with ``config`` use."""
     if config.kernel == "library":
@@ -123,6 +157,7 @@ class AllGatherMatmul:
     gathered: bool = False
     captured: bool = False
     op: str = "all_gather_matmul"
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     @property
     def resident(self) -> int:
@@ -137,7 +172,8 @@ class AllGatherMatmul:
         from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        whole, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        seed = (number + drawn.order) % POOL
+        whole, w, want = _gather_operands(drawn.payload, shape, world.size, rank, seed)
         out = torch.full_like(want, float("nan"))
         gathered = torch.full_like(whole, float("nan")) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
@@ -170,6 +206,7 @@ class ConcurrentGather:
     op: str = "all_gather_matmul"
     programs: tuple[int, ...] = (1,)
     resident: int = 1
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "gather", drawn.epoch)
@@ -180,7 +217,8 @@ class ConcurrentGather:
         from tileweave.ops.matmul.concurrent_gather import begin_gather
 
         rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        whole = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
+        seed = (number + drawn.order) % POOL
+        whole = operand(drawn.payload, (world.size * rows, depth), "x", seed)
         world.transports[rank].captured = self.captured and number > 0
         x = whole[rank * rows : (rank + 1) * rows].clone()
         gathering = begin_gather(x, world.ranks[rank].group)
@@ -195,12 +233,12 @@ class ConcurrentGather:
 
 @lru_cache(maxsize=4096)
 def _gather_operands(
-    shape: tuple[int, int, int], size: int, rank: int, seed: int
+    payload: str, shape: tuple[int, int, int], size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
-    whole = whole_numbers((size * rows, depth), "x", seed)
-    w = whole_numbers((cols, depth), "w", rank, seed)
-    return whole, w, whole @ w.t()
+    whole = operand(payload, (size * rows, depth), "x", seed)
+    w = whole_numbers((cols, depth), "w", rank, seed).to(whole.dtype)
+    return whole, w, product(whole, w).to(whole.dtype)
 
 
 def triton_config(transport: str, **changes: object) -> MatmulConfig:
@@ -230,6 +268,7 @@ class MatmulReduce:
     shapes: tuple[tuple[int, int, int], ...]
     programs: tuple[int, ...]
     captured: bool = False
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     @property
     def resident(self) -> int:
@@ -249,7 +288,8 @@ class MatmulReduce:
             cols,
             depth,
         )
-        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        seed = (number + drawn.order) % POOL
+        x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
         out = torch.full_like(want, float("nan"))
@@ -267,13 +307,13 @@ class MatmulReduce:
 
 @lru_cache(maxsize=4096)
 def _reduce_operands(
-    shape: tuple[int, int, int], size: int, rank: int, seed: int
+    payload: str, shape: tuple[int, int, int], size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
-    xs = [whole_numbers((rows, depth), "x", r, seed) for r in range(size)]
-    ws = [whole_numbers((cols, depth), "w", r, seed) for r in range(size)]
-    total = torch.stack([x @ w.t() for x, w in zip(xs, ws, strict=True)]).sum(0)
-    return xs[rank], ws[rank], total
+    xs = [operand(payload, (rows, depth), "x", r, seed) for r in range(size)]
+    ws = [whole_numbers((cols, depth), "w", r, seed).to(xs[0].dtype) for r in range(size)]
+    total = torch.stack([product(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
+    return xs[rank], ws[rank], total.to(xs[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -290,6 +330,10 @@ class OneShot:
     programs: tuple[int, ...] = (1,)
     resident: int = 1
 
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        return PAYLOADS[:1] if self.norm else PAYLOADS
+
     def _epoch(self, drawn: Drawn) -> int:
         # a local word starts at 0, which is before the positive epochs
         return drawn.epoch if drawn.epoch > 0 else 2**31 - 2
@@ -303,7 +347,8 @@ class OneShot:
         from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        seed = (number + drawn.order) % POOL
+        x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
         residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
         gain = whole_numbers(shape[1:2], "gain") if self.norm else None
         want = total if residual is None else total + residual
@@ -343,6 +388,7 @@ class AllReduceInChunks:
     op: str = "matmul_all_reduce"
     programs: tuple[int, ...] = (1, 2)
     resident: int = 2  # a program may wait for any program of a peer
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         for op in ("matmul_reduce_scatter", self.op):
@@ -355,7 +401,8 @@ class AllReduceInChunks:
 
         tiles, further, *sizes = self.shapes[(number + drawn.order) % len(self.shapes)]
         shape = (tiles * world.size * self.config.tile_m + further, *sizes)
-        x, w, want = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        seed = (number + drawn.order) % POOL
+        x, w, want = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
         out = torch.full_like(want, float("nan"))
         world.transports[rank].captured = self.captured and number > 0
         plan = Plan("fused", "explored", self.config)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import (
+    PAYLOADS,
     POOL,
     Drawn,
     begin_instance,
     end_instance,
     instance_of,
+    operand,
+    product,
     triton_config,
     whole_numbers,
 )
@@ -37,6 +41,7 @@ class Exchanged:
     programs: tuple[int, ...]
     kept: bool = False
     captured: bool = False
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     @property
     def resident(self) -> int:
@@ -61,7 +66,10 @@ class Exchanged:
         turn = number + drawn.order
         exchange = self.exchanges[turn % len(self.exchanges)]
         shape = self.shapes[turn % len(self.shapes)]
-        x, w, exchanged, want = _operands(self.op, shape, exchange, world.size, rank, turn % POOL)
+        seed = turn % POOL
+        x, w, exchanged, want = _operands(
+            drawn.payload, self.op, shape, exchange, world.size, rank, seed
+        )
         out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
@@ -82,7 +90,13 @@ class Exchanged:
 
 @lru_cache(maxsize=4096)
 def _operands(
-    op: str, shape: tuple[int, int, int], exchange: Exchange, size: int, rank: int, seed: int
+    payload: str,
+    op: str,
+    shape: tuple[int, int, int],
+    exchange: Exchange,
+    size: int,
+    rank: int,
+    seed: int,
 ) -> tuple[torch.Tensor, ...]:
     """x, w, the exchanged x (all_to_all_matmul), the result."""
     rows, cols, depth = shape
@@ -95,16 +109,14 @@ def _operands(
 
     if op == OUT:
         n = cols if scatter_dim == 0 else cols * size
-        xs, ws = (
-            [whole_numbers(s, v, r, seed) for r in range(size)]
-            for s, v in (((m, depth), "x"), ((n, depth), "w"))
-        )
-        products = [x @ w.t() for x, w in zip(xs, ws, strict=True)]
+        xs = [operand(payload, (m, depth), "x", r, seed) for r in range(size)]
+        ws = [whole_numbers((n, depth), "w", r, seed).to(xs[0].dtype) for r in range(size)]
+        products = [product(x, w).to(x.dtype) for x, w in zip(xs, ws, strict=True)]
         return xs[rank], ws[rank], xs[rank], exchanged(products)
     k, gathered_k = (depth * size if dim == 1 else depth for dim in (scatter_dim, gather_dim))
-    xs = [whole_numbers((m, k), "x", r, seed) for r in range(size)]
-    w, got = whole_numbers((cols, gathered_k), "w", rank, seed), exchanged(xs)
-    return xs[rank], w, got, got @ w.t()
+    xs = [operand(payload, (m, k), "x", r, seed) for r in range(size)]
+    w, got = whole_numbers((cols, gathered_k), "w", rank, seed).to(xs[0].dtype), exchanged(xs)
+    return xs[rank], w, got, product(got, w).to(got.dtype)
 
 
 _ALL = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))

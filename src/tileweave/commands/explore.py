@@ -1,0 +1,118 @@
+"""``tileweave fuzz`` and ``tileweave mutate``: exploration of the kernels, and of kernels with
+faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tileweave.bench.console import console
+from tileweave.bench.prerequisites import file_for
+
+
+def fuzz(
+    runs: Annotated[
+        int, typer.Option(min=1, help="Approximate number of interleavings to explore.")
+    ] = 20_000,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Only scenarios whose name contains this; of a seed, what is before its @."
+        ),
+    ] = "",
+    first: Annotated[
+        int,
+        typer.Option(min=0, help="First seed: other seeds explore other interleavings."),
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Stop after this long (0: when all is done).")
+    ] = 0.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    replay: Annotated[
+        str, typer.Option(help="Run this one seed again, and print what happens.")
+    ] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
+) -> None:
+    """Explore interleavings of the kernels of every operator. Needs no GPU.
+
+    All ranks run in one process, with memory as weakly ordered as the memory model allows.
+    """
+    from json import dumps
+    from os import cpu_count
+
+    from tileweave.bench.environment import environment
+    from tileweave.explore import fuzz as explorer
+
+    explorer.require_packages()
+    file_for(json)
+    screen = console()
+    if replay:
+        told = explorer.replay(replay)
+        screen.print(told or "nothing goes wrong", markup=False)
+        raise typer.Exit(1 if told else 0)
+    report = explorer.fuzz(
+        runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds
+    )
+    if json is not None:
+        json.write_text(
+            dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1)
+            + "\n"
+        )
+    if report.story:
+        screen.print(report.story, markup=False)
+        raise typer.Exit(1)
+    if not report.interleavings:
+        screen.print("[bold red]nothing was explored: time ran out before the first interleaving")
+        raise typer.Exit(1)
+    screen.print(explorer.table_of(report))
+    screen.print(
+        f"{report.interleavings} interleavings, {report.distinct} of them distinct, "
+        f"{report.steps} scheduling points, {report.seconds:.0f} s: nothing wrong"
+    )
+
+
+def mutate(
+    sample: Annotated[
+        int, typer.Option(min=0, help="How many mutants, drawn with --seed (0: all).")
+    ] = 100,
+    only: Annotated[
+        str, typer.Option(help="Only mutants whose name, FILE:FUNCTION: CHANGE, contains this.")
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Draws the sample.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Most CPU time of one mutant.")] = 3.0,
+    most: Annotated[
+        float, typer.Option(min=0, help="End after this long (0: when all are done).")
+    ] = 0.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write every result here.")] = None,
+) -> None:
+    """Plant small faults in the kernels, one at a time, and see whether exploration finds them.
+
+    Every signal, wait, slot, select and count gives some. Needs no GPU.
+    """
+    from json import dumps
+    from os import cpu_count
+
+    from tileweave.bench.environment import environment
+    from tileweave.explore import mutate as mutation
+    from tileweave.explore.fuzz import require_packages
+
+    require_packages("tileweave mutate")
+    file_for(json)
+    screen = console()
+    report = mutation.mutate(sample, only, seed, workers or cpu_count() or 1, seconds, most)
+    if json is not None:
+        json.write_text(dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")
+    for one in report.judged:
+        if one.outcome == "survived":
+            screen.print(f"survives {one.tried} runs: {one.key} (line {one.line})", markup=False)
+    screen.print(
+        f"{len(report.judged)} of {report.mutants} mutants: {report.count('found')} found, "
+        f"{report.count('explained')} explained, {report.count('survived')} survive, "
+        f"{report.count('unreached')} in functions that no scenario reaches; {report.seconds:.0f} s"
+    )
+    if report.share < mutation.LEAST_SHARE:
+        screen.print(f"[bold red]{report.share:.0%} found, of those that are reached")
+        raise typer.Exit(1)

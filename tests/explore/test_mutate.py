@@ -1,0 +1,53 @@
+"""Mutants made from the syntax tree: they are what they say, and exploration finds them."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tileweave.explore import mutants as trees
+from tileweave.explore.mutate import HARMLESS, all_mutants, explained, explanations, mutate
+
+# All mutants of this function are found or explained
+MEETING = "device/triton/meet.py:come:"
+
+
+def test_each_kind_has_mutants_and_keys_are_unique() -> None:
+    made = all_mutants()
+    assert len(made) >= 1500 and {mutant.kind for mutant in made} == set(trees.KINDS)
+    assert len({mutant.key for mutant in made}) == len(made)
+
+
+def test_a_mutant_changes_its_function_and_nothing_else() -> None:
+    file = "device/triton/meet.py"
+    functions = {place: ast.unparse(node) for place, node in trees.functions(file)}
+    for mutant in trees.mutants(file):
+        before, after = functions[mutant.place], ast.unparse(trees.mutated(mutant))
+        assert before != after
+        assert ast.unparse(ast.parse(after).body[0]) == after
+
+
+def test_keys_do_not_depend_on_lines() -> None:
+    assert not any(
+        re.search(rf"\b{m.line}\b", m.key.split(": ")[0]) for m in all_mutants("meet.py")
+    )
+
+
+def test_explanations_fit_mutants() -> None:
+    keys = [mutant.key for mutant in all_mutants()]
+    known = explanations()
+    for pattern, why in known:
+        assert any(pattern.fullmatch(key) for key in keys), f"{HARMLESS.name}: {pattern.pattern}"
+        assert len(why) > 20
+    assert explained("no such file", known) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mutants_of_a_meeting_are_found() -> None:
+    report = mutate(pattern=MEETING, show=False)
+    assert len(report.judged) == report.mutants > 5
+    assert report.count("found") >= 5 and report.count("explained") <= 2
+    assert report.share == 1.0, [one for one in report.judged if one.outcome == "survived"]
