@@ -21,6 +21,7 @@ from tests.explore.numpy_blocks_agree import (
     triton_and_blocks_agree,
 )
 from tests.explore.partitions import found_in_partitions
+from tests.explore.pushers import programs_that_push
 
 from tileweave import OPERATORS
 from tileweave.errors import InputError
@@ -60,6 +61,14 @@ def test_each_operator_once(worker: Executor) -> None:
 
 def test_triton_and_blocks_agree(worker: Executor) -> None:
     assert worker.submit(triton_and_blocks_agree).result() == []
+
+
+def test_programs_of_some_multiprocessors_push(worker: Executor) -> None:
+    """Of every two multiprocessors one, and the lowest program of each rank."""
+    might, did = worker.submit(programs_that_push).result()
+    assert {p for _, _, p in might} == {0, 1, 2}
+    assert did == {(m, r, p) for m, r, p in might if p == 0 or (p + r) % m % 2 == 0}
+    assert did < might
 
 
 def test_schedules_do_not_depend_on_time(worker: Executor) -> None:
