@@ -96,7 +96,7 @@ def test_paused_rank_is_not_overwritten() -> None:
         assert processes.submit(found_with_a_paused_rank).result() == []
 
 
-@pytest.mark.parametrize("word", ["refuse_gone", "or_gone", "faulted"])
+@pytest.mark.parametrize("word", ["refuse_gone", "or_gone", "faulted", "must_wait"])
 def test_missing_record_of_given_up_calls_is_found(word: str) -> None:
     with pool(1) as processes:
         assert processes.submit(found_with_a_paused_rank, word).result()
