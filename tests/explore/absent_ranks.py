@@ -71,8 +71,15 @@ COPIED_GATHERS = (
     AllGatherMatmul("copied gather", ENGINE, ((16, 16, 16),), (1,)),
     AllGatherMatmul("copied gather, captured", ENGINE, ((16, 16, 16),), (1,), captured=True),
 )
+# rank 1 is paused before it sums what others pushed
+SUMS = TableGradient("groups", 1, 2, "sm")
+PAUSING: dict[Any, Callable[[bool, int], bool]] = {
+    **{scenario: lambda exact, limit: exact for scenario in COPIED_GATHERS},
+    SUMS: lambda exact, limit: limit == PUSHED_US,
+}
 PAUSED = (
     *COPIED_GATHERS,
+    SUMS,
     GATHER,
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(
@@ -84,17 +91,19 @@ PAUSED = (
     ),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
 )
-# device function -> where it is called, what it does instead, scenarios that find that
+# fault -> where, which device function, what it does instead, scenarios that find that
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
-    "refuse_gone": (embedding_gradient, lambda peers, number, *_: number, PAUSED[-1]),
-    "or_gone": (embedding_gradient, lambda peers, number, *_: number, PAUSED[-1]),
-    "faulted": (exchange, lambda peers: 0, GATHER),  # shards are pushed after a fault, too
+    "refuse_gone": (embedding_gradient, "refuse_gone", lambda peers, n, *_: n, PAUSED[-1]),
+    "or_gone": (embedding_gradient, "or_gone", lambda peers, n, *_: n, PAUSED[-1]),
+    "shards after a fault": (exchange, "faulted", lambda peers: 0, GATHER),
+    "gradients after a fault": (embedding_gradient, "faulted", lambda peers: 0, SUMS),
+    "signals of later calls": (
+        interpreted,
+        "must_wait",
+        lambda seen, expected, exact: interpreted.wrapped(seen - expected) < 0,
+        *COPIED_GATHERS,
+    ),
 }
-FORGOTTEN["must_wait"] = (
-    interpreted,
-    lambda seen, expected, exact: interpreted.wrapped(seen - expected) < 0,
-    *COPIED_GATHERS,
-)
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
 
@@ -127,8 +136,8 @@ class Clock:
         interpreted.MEMORY.seconds = lambda: self.now * 1e-6
         self.start, self.tasks.start = self.tasks.start, self.begin
         self.ran_out: list[tuple[str, int, int]] = []
-        # called before a wait that refuses signals of later calls
-        self.on_exact: Callable[[], None] = lambda: None
+        # called before each wait: whether it refuses signals of later calls, and its limit
+        self.on_wait: Callable[[bool, int], None] = lambda exact, limit: None
         self.stuck, self.tasks._stuck = self.tasks._stuck, self.no_task_can_go_on
 
     def begin(self, task: Task, body: Callable[[], None]) -> None:
@@ -193,8 +202,7 @@ class Clock:
             interpreted._value, (signals, count, epoch, first, control, LIMIT)
         )
         me = self.tasks.current
-        if interpreted._value(EXACT):
-            self.on_exact()
+        self.on_wait(bool(interpreted._value(EXACT)), limit)
         for index in range(begin, begin + number):
             time = ctypes.c_int32.from_address(block + 4 * limit).value
             self.due[me] = self.now + time, block, limit
@@ -254,8 +262,7 @@ def found_with_a_paused_rank(forgets: str = "") -> list[str]:
     call and ended the third, which has the slot of the first one. The first result of rank 1 is
     right, or NaN, or reported.
 
-    Needs its own process. ``forgets``: one of :data:`FORGOTTEN`, a device function that does
-    nothing then, so that faults are found.
+    Needs its own process. ``forgets``: one of :data:`FORGOTTEN`, a fault to be found.
     """
     latest: list[Clock] = []
     _go_by(latest)
@@ -279,15 +286,18 @@ def found_with_a_paused_rank(forgets: str = "") -> list[str]:
     embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
     scenarios: tuple[Any, ...] = PAUSED
     if forgets:
-        module, instead, *scenarios = FORGOTTEN[forgets]
-        setattr(module, forgets, instead)
+        module, name, instead, *scenarios = FORGOTTEN[forgets]
+        setattr(module, name, instead)
     found = []
     with exploring() as enter:
         for scenario, seed in product(scenarios, range(4)):
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
-            if scenario in COPIED_GATHERS:
-                latest[-1].on_exact = pause_rank_1
+            pausing = PAUSING.get(scenario)
+            if pausing is not None:
+                latest[-1].on_wait = lambda *wait, pausing=pausing: (
+                    pause_rank_1() if pausing(*wait) else None
+                )
 
             def body(
                 rank: int,

@@ -12,7 +12,11 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from tests.explore.absent_ranks import found_with_a_paused_rank, found_with_absent_ranks
+from tests.explore.absent_ranks import (
+    FORGOTTEN,
+    found_with_a_paused_rank,
+    found_with_absent_ranks,
+)
 from tests.explore.find_mutants import MUTANTS
 from tests.explore.numpy_blocks_agree import (
     found_in_each_operator,
@@ -96,10 +100,10 @@ def test_paused_rank_is_not_overwritten() -> None:
         assert processes.submit(found_with_a_paused_rank).result() == []
 
 
-@pytest.mark.parametrize("word", ["refuse_gone", "or_gone", "faulted", "must_wait"])
-def test_missing_record_of_given_up_calls_is_found(word: str) -> None:
+@pytest.mark.parametrize("fault", FORGOTTEN)
+def test_faults_that_concern_paused_ranks_are_found(fault: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_with_a_paused_rank, word).result()
+        assert processes.submit(found_with_a_paused_rank, fault).result()
 
 
 def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
