@@ -70,7 +70,7 @@ def test_triton_and_blocks_agree(worker: Executor) -> None:
 def test_programs_of_some_multiprocessors_push(worker: Executor) -> None:
     """Of every two multiprocessors one, and the lowest program of each rank."""
     might, did = worker.submit(programs_that_push).result()
-    assert {p for _, _, p in might} == {0, 1, 2}
+    assert {p for _, _, p in might} == {0, 1}
     assert did == {(m, r, p) for m, r, p in might if p == 0 or (p + r) % m % 2 == 0}
     assert did < might
 
