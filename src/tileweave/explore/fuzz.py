@@ -22,8 +22,8 @@ from tileweave.errors import InputError
 from tileweave.launcher import changed_environment
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
-# How many of thirteen interleavings have a world of 2, 3 or 4 ranks; a larger world takes longer.
-SHARES = {2: 8, 3: 4, 4: 1}
+# How many of fourteen interleavings have a world of 2, 3 or 4 ranks; a larger world takes longer.
+SHARES = {2: 10, 3: 3, 4: 1}
 # CPU time of one interleaving, relative to that of most scenarios, where it is far from it. Each
 # scenario gets as many interleavings as make their time about equal.
 COSTS = {
