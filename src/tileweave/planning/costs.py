@@ -117,8 +117,17 @@ class Curve:
     knots: tuple[float, ...]
     fractions: tuple[float, ...]
 
-    def fraction(self, nbytes: float) -> float:
-        """The fraction of the link rate that a message of ``nbytes`` reaches after its latency."""
+    def fraction(self, nbytes: float, faster: float = 1.0) -> float:
+        """The fraction of the link rate that a message of ``nbytes`` reaches after its latency, on
+        links that are ``faster`` times those of the curve. What it takes beyond the time of a very
+        large message is not spent on the wire, hence as long on any link."""
+        found = self._fraction(nbytes)
+        if faster == 1.0:
+            return found
+        large = 1.0 / self.fractions[-1]
+        return 1.0 / (large + faster * (1.0 / found - large))
+
+    def _fraction(self, nbytes: float) -> float:
         right = bisect(self.knots, nbytes)
         if right in (0, len(self.knots)):
             return self.fractions[min(right, len(self.knots) - 1)]
