@@ -300,7 +300,7 @@ def test_nodes_are_pipelined(kind: str, times: int, hops: int) -> None:
     """Chunks pass the links of a node and the NICs at once: the slower of both, plus the steps,
     which an all-reduce takes along a tree."""
     cluster = make_cluster("h200", replace(network("fat_tree"), latency=1e-3), 16)
-    nics = times * 8e9 / 8 * 15 / 16 / cluster.network.nic_rate
+    nics = times * 8e9 / 8 * 127 / 128 / cluster.network.nic_rate
     assert timed(kind, 8e9, Group(8, 16), cluster) == pytest.approx(nics + times * hops * 1e-3)
     slow = replace(cluster, device=replace(cluster.device, link_rate=50e9))
     inside = times * 8e9 * 7 / 8 / 50e9

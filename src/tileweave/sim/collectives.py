@@ -1,5 +1,5 @@
-"""Collectives as flows over a cluster's links: direct, ring, pipelined and hierarchical, whole or in
-K slices.
+"""Collectives as flows over a cluster's links: direct, ring, pipelined and hierarchical, whole or
+in K slices.
 
 ``nbytes`` is the size as in NCCL. All-gather and reduce-scatter: the gathered buffer. All-reduce:
 the vector. All-to-all: what one rank has for all ranks, including its own part.
@@ -22,7 +22,7 @@ import simpy
 
 from tileweave.errors import require
 from tileweave.planning.costs import Coefficients
-from tileweave.sim.machine import Cluster, Device, published_curves
+from tileweave.sim.machine import Cluster, Device, published_curve
 from tileweave.sim.network import (
     Flow,
     Links,
@@ -144,9 +144,9 @@ def _usual(kind: Kind, group: Group) -> Algorithm:
 
 
 def _pipelined(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol) -> Phase:
-    """Inside the node and between nodes concurrently, chunk by chunk. Every rank exchanges its part
-    of the node's data with its peers of other nodes over its own NIC. An all-reduce takes a tree
-    where that has fewer steps between nodes."""
+    """Inside the node and between nodes concurrently, chunk by chunk: as many rings as a node has
+    NICs, each of which leaves the node once. An all-reduce takes a tree where that has fewer steps
+    between nodes."""
     times = 2.0 if kind == "all_reduce" else 1.0
     hops = group.across - 1
     if kind == "all_reduce":
@@ -160,10 +160,10 @@ def _pipelined(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol)
     if group.inside > 1:
         inner = times * nbytes * (group.inside - 1) / group.inside
         flows.append(Flow(inner, _around(seen, group.inside), latency, name="inside"))
-    part = times * nbytes / group.inside
     if seen.cluster.network.topology == "torus":  # over all axes at once
-        return flows + _direct(part / group.across, Group(1, group.across), seen, c)
-    outer = part * (group.across - 1) / group.across
+        each = times * nbytes / group.size
+        return flows + _direct(each, Group(1, group.across), seen, c)
+    outer = times * nbytes * (group.size - 1) / group.size / group.inside
     loads = seen.loads(_next_node(seen.cluster, Group(1, group.across)))
     return [*flows, Flow(outer, loads, latency, name="to other nodes")]
 
@@ -287,12 +287,11 @@ def protocol_of(
     extra = 0.0 if graph else c.nccl_eager
     link_rate = MEASURED_LINK if device is None else device.link_rate
     if device is not None and ranks > curves[-1].world:
-        for published in published_curves():
-            if published.fits(kind, ranks, device.multicast):
-                curve = published.curve
-                return Protocol(
-                    curve.latency + extra, curve.fraction(nbytes, link_rate / MEASURED_LINK), 0.0
-                )
+        published = published_curve(kind, ranks, device)
+        if published is not None:
+            curve = published.curve
+            fraction = curve.fraction(nbytes, link_rate / published.link_rate)
+            return Protocol(curve.latency + extra, fraction, 0.0)
     curve = next((one for one in curves if one.world >= ranks), curves[-1])
     steps = {
         one.world: 1

@@ -182,29 +182,44 @@ def presets() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class PublishedCurve:
-    """A curve of NCCL in a node that others measured, for more ranks than we have. ``multicast``:
-    only where the switch reduces."""
+    """A curve of NCCL in a node that others measured, for more ranks than we have, on links of
+    ``link_rate``. ``multicast``: only where the switch reduces."""
 
     curve: Curve
     multicast: bool
+    link_rate: float
     source: str
 
-    def fits(self, kind: str, ranks: int, multicast: bool) -> bool:
-        return self.curve.kind == kind and ranks <= self.curve.world and self.multicast <= multicast
+
+def published_curve(kind: str, ranks: int, device: Device) -> PublishedCurve | None:
+    """The curve for ``ranks`` of a node of ``device``: of the most similar links."""
+    fitting = [
+        one
+        for one in published_curves()
+        if one.curve.kind == kind and ranks <= one.curve.world and one.multicast <= device.multicast
+    ]
+    return min(
+        fitting,
+        key=lambda one: (not one.multicast, abs(math.log(one.link_rate / device.link_rate))),
+        default=None,
+    )
 
 
 @cache
 def published_curves() -> tuple[PublishedCurve, ...]:
     """The curves of ``data/collectives.yaml``."""
 
-    def curve(kind: str, world: int, multicast: bool, source: str, **fields: Any) -> PublishedCurve:
-        return PublishedCurve(Curve(kind, world, **fields), multicast, source)
+    def curve(
+        kind: str, world: int, multicast: bool, link_rate: float, source: str, **fields: Any
+    ) -> PublishedCurve:
+        return PublishedCurve(Curve(kind, world, **fields), multicast, link_rate, source)
 
     positive = items(number(1e-9, 1e13))
     fields: dict[str, tuple[Reader, Any]] = {
         "kind": (choice(("all_gather", "reduce_scatter", "all_reduce", "all_to_all")), REQUIRED),
         "world": (integer(2, MOST_PER_NODE), REQUIRED),
         "multicast": (flag, REQUIRED),
+        "link_rate": (_RATE, REQUIRED),
         "latency": (number(0.0, 1.0, "seconds"), REQUIRED),
         "knots": (positive, REQUIRED),
         "fractions": (positive, REQUIRED),
