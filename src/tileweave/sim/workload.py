@@ -152,12 +152,15 @@ def simulate_all(
     return result
 
 
-def operators_for(scenario: Scenario, calibration: Calibration | None = None) -> Operators:
+def operators_for(
+    scenario: Scenario, calibration: Calibration | None = None, kernels: bool = True
+) -> Operators:
     """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
-    what they have simulated already."""
+    what they have simulated already. ``kernels`` False: for unfused steps alone, of training and
+    serving."""
     graph = isinstance(scenario.workload, serving.Serving) and scenario.workload.phase == "decode"
     sustained = isinstance(scenario.workload, training.Training)
-    return Operators(scenario.cluster, calibration, graph, sustained)
+    return Operators(scenario.cluster, calibration, graph, sustained, kernels)
 
 
 def simulate_with(
