@@ -33,7 +33,7 @@ Say = Callable[..., None]
 class Candidate:
     """One set of degrees of parallelism.
 
-    batch : samples (or tokens) per step.
+    batch : per step: samples of training and recommendation, tokens of serving and experts.
     per_second : tokens or samples per GPU and second, fused.
     """
 
@@ -69,18 +69,13 @@ class Advice:
     @property
     def best_unfused(self) -> Candidate:
         """The best without fusion, which the best with fusion is compared with."""
-        return min(self.candidates, key=lambda one: one.unfused / _gain(one))
+        return max(self.candidates, key=lambda one: one.per_second * one.fused / one.unfused)
 
     @property
     def saving(self) -> float:
         """The fraction of the time of the best unfused candidate that the best fused one saves."""
-        fused, unfused = self.best, self.best_unfused
-        return 1.0 - fused.fused / _gain(fused) / (unfused.unfused / _gain(unfused))
-
-
-def _gain(one: Candidate) -> float:
-    """Samples per GPU of a step, since replicas of different degrees take different numbers."""
-    return one.per_second * one.fused
+        unfused = self.best_unfused
+        return 1.0 - unfused.per_second * unfused.fused / unfused.unfused / self.best.per_second
 
 
 @dataclass(slots=True)
@@ -99,7 +94,9 @@ def advise(
     scenario: Scenario, calibration: Calibration | None = None, progress: Say = _quiet
 ) -> Advice:
     """Simulate the candidates that fit, and order them by their fused throughput per GPU."""
-    ops = {mode: operators_for(scenario, calibration, mode == "fused") for mode in MODES}
+    ops: dict[Mode, Operators] = {
+        mode: operators_for(scenario, calibration, mode == "fused") for mode in MODES
+    }
     fitting, rejected, large = _fitting(scenario)
     if not fitting:
         raise _nothing_fits(scenario, rejected, large)
@@ -108,13 +105,18 @@ def advise(
     for number, one in enumerate(chosen):
         progress(f"candidate {one.name}", number, len(chosen) + 1)
         try:
-            results = {mode: simulate_with(ops[mode], one.scenario, mode).seconds for mode in MODES}
+            unfused, fused = (
+                simulate_with(ops[mode], one.scenario, mode).seconds for mode in MODES
+            )
         except InputError as error:
             rejected.append(f"{one.name}: {error}")
             continue
         batch, gpus = one.scenario.samples, one.scenario.gpus
-        rate = batch / results["fused"] / gpus
-        found.append(Candidate(one.name, one.scenario, *results.values(), rate, batch, one.memory))
+        rate = batch / fused / gpus
+        work = one.scenario.workload
+        if isinstance(work, Training):
+            batch = training.samples(work, one.scenario.cluster)
+        found.append(Candidate(one.name, one.scenario, unfused, fused, rate, batch, one.memory))
     if not found:
         raise _nothing_fits(scenario, rejected, large)
     found.sort(key=lambda one: -one.per_second)
@@ -179,7 +181,7 @@ def _chosen(fitting: list[_Fitting], ops: dict[Mode, Operators], progress: Say) 
     layouts: dict[tuple[int, int, int], _Fitting] = {}
     for one in fitting:
         work = one.scenario.workload
-        assert isinstance(work, Training)
+        assert isinstance(work, Training), "only training is estimated"
         key = (work.tp, work.pp, work.context_parallel)
         if key not in layouts or one.estimates["unfused"] < layouts[key].estimates["unfused"]:
             layouts[key] = one
@@ -189,7 +191,7 @@ def _chosen(fitting: list[_Fitting], ops: dict[Mode, Operators], progress: Say) 
         one.estimates["fused"] = _estimate(one, ops["fused"], "fused")
     found: list[_Fitting] = []
     for mode in MODES:
-        ordered = sorted(near, key=lambda one: one.estimates[mode])[:_SIMULATED]
+        ordered = sorted(near, key=lambda one, mode=mode: one.estimates[mode])[:_SIMULATED]
         most = _NEAR * ordered[0].estimates[mode]
         found += [one for one in ordered if one not in found and one.estimates[mode] <= most]
     return found
@@ -197,7 +199,7 @@ def _chosen(fitting: list[_Fitting], ops: dict[Mode, Operators], progress: Say) 
 
 def _estimate(one: _Fitting, ops: Operators, mode: Mode) -> float:
     work = one.scenario.workload
-    assert isinstance(work, Training)
+    assert isinstance(work, Training), "only training is estimated"
     try:
         return training.estimate(work, one.scenario.cluster, ops, mode)
     except InputError:  # such as heads that tp does not divide

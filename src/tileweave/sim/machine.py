@@ -152,7 +152,7 @@ _DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
     "source": (text, REQUIRED),
 }
 _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
-    "nic_rate": (_RATE, REQUIRED),
+    "nic_rate": (number(1e9, 2e11, "bytes/s (400 Gb/s are 50e9)"), REQUIRED),
     "fraction": (number(0.05, 1.0), REQUIRED),
     "latency": (number(0.0, 1e-2, "seconds"), REQUIRED),
     "topology": (choice(("fat_tree", "rail", "torus")), REQUIRED),
@@ -268,6 +268,13 @@ def make_cluster(
     joined: Network = _preset("network", network) if isinstance(network, str) else network
     _require_its_own_fields(joined)
     made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
+    per_node = made.gpus_per_node
+    require(
+        per_node <= chosen.gpus_per_node,
+        f"{per_node} GPUs per node of {chosen.name}",
+        f"at most the {chosen.gpus_per_node} that its links connect",
+        "more nodes, or a device of your own with that gpus_per_node",
+    )
     if joined.topology == "torus" and joined.dims:
         sides = math.prod(joined.dims)
         require(

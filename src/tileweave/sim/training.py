@@ -148,9 +148,20 @@ def plan(training: Training, cluster: Cluster) -> Plan:
     micro_batches = batch // dp // t.micro_batch
     _check_schedule(t, micro_batches)
     parts = t.pp * t.virtual_pipeline
-    each = [t.model.layers // parts + (part < t.model.layers % parts) for part in range(parts)]
+    each = _divided(t.model.layers, parts)
     layers = tuple(tuple(each[stage :: t.pp]) for stage in range(t.pp))
     return Plan(dp, micro_batches, layers)
+
+
+def _divided(layers: int, parts: int) -> list[int]:
+    """Layers of each part of the model. Where that makes all equal, the embedding and the head
+    count as a layer each (as in NeMo's ``account_for_embedding_in_pipeline_split``)."""
+    if layers % parts and (layers + 2) % parts == 0:
+        each = [(layers + 2) // parts] * parts
+        each[0] -= 1
+        each[-1] -= 1
+        return each
+    return [layers // parts + (part < layers % parts) for part in range(parts)]
 
 
 def usual_batch(t: Training, cluster: Cluster) -> int:
@@ -178,7 +189,7 @@ def _check_sequence(t: Training) -> None:
 def _check_schedule(t: Training, micro_batches: int) -> None:
     parts = t.pp * t.virtual_pipeline
     require(
-        parts <= t.model.layers,
+        parts <= t.model.layers or parts == t.model.layers + 2,
         f"pp {t.pp} x virtual_pipeline {t.virtual_pipeline}" if parts > t.pp else f"pp {t.pp}",
         f"at most the {t.model.layers} layers",
         "lower one of both" if parts > t.pp else "lower pp",
