@@ -105,7 +105,7 @@ def simulate_all(
     for mode in modes:
         progress(mode)
         timelines[mode] = _run(scenario, mode, ops, fuse)
-    per_step, unit = _samples(scenario)
+    per_step, unit = samples_of(scenario)
     result = Result(
         scenario.title,
         scenario.cluster.describe(),
@@ -119,8 +119,9 @@ def simulate_all(
 
 
 def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators:
-    graph = isinstance(scenario.workload, serving.Serving) and scenario.workload.phase == "decode"
-    return Operators(scenario.cluster, calibration, graph)
+    if isinstance(scenario.workload, serving.Serving):
+        return serving.operators(scenario.workload, scenario.cluster, calibration)
+    return Operators(scenario.cluster, calibration)
 
 
 def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
@@ -130,15 +131,18 @@ def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | N
     )
 
 
-def _samples(scenario: Scenario) -> tuple[float, str]:
+def samples_of(scenario: Scenario) -> tuple[float, str]:
+    """How many samples or tokens a step makes, and which of both."""
     work = scenario.workload
     if isinstance(work, training.Training):
         return training.samples(work, scenario.cluster) * work.tokens, "tokens"
     if isinstance(work, serving.Serving):
-        return work.batch * (work.seq if work.phase == "prefill" else 1), "tokens"
+        each = {"prefill": work.seq, "decode": 1, "generate": work.output}
+        return work.batch * each[work.phase], "tokens"
     if isinstance(work, moe.MoE):
         return work.tokens * scenario.cluster.world_size, "tokens"
-    return work.model.batch_per_gpu * scenario.cluster.world_size, "samples"
+    world = scenario.cluster.world_size
+    return work.model.samples(world) * world, "samples"
 
 
 def _ranks(scenario: Scenario) -> int:
@@ -163,9 +167,13 @@ def cluster_notes(cluster: Cluster) -> Iterable[str]:
 def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
     """Notes that readers of the results must know."""
     cluster = scenario.cluster
-    if isinstance(scenario.workload, serving.Serving) and cluster.nodes > 1:
-        yield "one replica, inside one node: the other nodes change nothing"
-        cluster = replace(cluster, nodes=1)
+    work = scenario.workload
+    if isinstance(work, serving.Serving) and cluster.nodes > 1:
+        if work.gpus <= cluster.gpus_per_node:
+            yield "one replica, inside one node: the other nodes change nothing"
+            cluster = replace(cluster, nodes=1)
+        elif work.gpus < cluster.world_size:
+            yield f"one replica on {work.gpus} GPUs: the others change nothing"
     yield from cluster_notes(cluster)
     most = FUSED_WORLD_SIZES[-1]
     if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:
