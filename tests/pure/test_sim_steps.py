@@ -29,7 +29,7 @@ from tileweave.sim.operators import Operators
 from tileweave.sim.sensitivity import sensitivity
 from tileweave.sim.step import Part, Step, Timeline
 from tileweave.sim.tiles import gather_matmul, scatter_matmul
-from tileweave.sim.training import one_f_one_b
+from tileweave.sim.schedules import one_f_one_b
 from tileweave.sim.workload import Scenario, simulate, simulate_all
 
 FOUR = with_gpus(make_cluster("h200"), 4)
