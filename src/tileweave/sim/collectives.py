@@ -178,10 +178,7 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
         crossing = 1.0 / group.inside
         hops = _next_node(cluster, group)
         loads = {link: load * crossing for link, load in seen.loads(hops).items()}
-        loads |= {
-            link: load * (1 - crossing)
-            for link, load in _around(seen, group.inside).items()
-        }
+        loads |= {link: load * (1 - crossing) for link, load in _around(seen, group.inside).items()}
     else:
         loads = seen.loads(_next_node(cluster, group))
     crossing = steps * (group.across - 1) / (group.size - 1)  # of the steps, those between nodes

@@ -34,7 +34,7 @@ from tileweave.sim.document import (
 )
 from tileweave.sim.machine import Cluster
 from tileweave.sim.operators import Mode, Operators, OpTime
-from tileweave.sim.serving import HOST, HOST_SEQUENCE
+from tileweave.sim.serving import HOST, LAYER_PREFILL
 from tileweave.sim.step import Part, Step, Timeline
 from tileweave.sim.token_exchange import Tokens, exchange_time
 from tileweave.sim.transformer import catalogue, require_heads
@@ -343,12 +343,14 @@ class _Builder:
                 self._matmul("proj", model.hidden, model.attended),
             ]
         seconds = self._scores_decoding() if decode else self._scores()
+        other = LAYER_PREFILL if self.moe.phase == "prefill" else 0.0
         return [
             self._norm(),
             *matmuls[:-1],
             self._plain("attention", "attention", seconds),
             matmuls[-1],
             self._norm(),
+            self._plain("other kernels", "elementwise", other),
         ]
 
     def _scores(self) -> float:
@@ -523,8 +525,7 @@ class _Builder:
 
     def _ending(self) -> list[Part]:
         """The host, and in decode the logits."""
-        count = self.moe.tokens if self.moe.phase == "decode" else self.moe.tokens / self.moe.seq
-        host = self._plain("host", "host", HOST + HOST_SEQUENCE * count)
+        host = self._plain("host", "host", HOST)
         if not self.model.vocab or self.moe.phase != "decode":
             return [host]
         costs = self.attention_costs

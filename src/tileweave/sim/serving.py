@@ -8,21 +8,27 @@ logits and sampling.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import Group, bulk
-from tileweave.sim.document import REQUIRED, Reader, checked, choice, integer
+from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, message, view
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline, between
 from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
-# Seconds of the host for a step, and for each sequence of it; fitted to the published figures that
-# are not held out (``data/public.yaml``, group serving).
-HOST, HOST_SEQUENCE = 1.0e-3, 5.0e-6
+# Fitted to the published figures that are not held out (``data/public.yaml``, group serving):
+# seconds of the host for a step; of each layer of a prefill, for what is not listed here (rotary
+# embedding, writes to the cache, launches); of each layer of a decoding step, for each doubling of
+# tp (ranks that wait for each other); and the part of keys and values that is read again for each
+# query without grouped queries.
+HOST = 2.0e-3
+LAYER_PREFILL, LAYER_DECODE = 250e-6, 40e-6
+READ_AGAIN = 0.56
 SAMPLING_PASSES = 4.0  # over the logits in fp32: temperature, softmax, top-p, choice
 
 
@@ -36,6 +42,8 @@ class Serving:
         ``output`` tokens of each).
     output : tokens that are generated for each sequence (generate; otherwise 0).
     all_reduce : engine (its own kernel where NCCL is slower) or nccl, of the unfused baseline.
+    grouped_queries : whether decoding reads keys and values once for all queries that share them.
+        Engines of 2023 read most of them for each query (TensorRT-LLM before its XQA kernel).
     """
 
     model: Model
@@ -46,6 +54,7 @@ class Serving:
     pp: int = 1
     output: int = 0
     all_reduce: str = "engine"
+    grouped_queries: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -75,6 +84,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
     "pp": (integer(1, 1024), 1),
     "output": (integer(0, 1 << 24, "tokens"), 0),
     "all_reduce": (choice(("engine", "nccl")), "engine"),
+    "grouped_queries": (flag, True),
 }
 
 
@@ -221,7 +231,7 @@ class _Builder:
             head,
             *([logits] if tp > 1 else []),
             layer.plain("sampling", "sampling", sampling),
-            layer.plain("host", "host", HOST + HOST_SEQUENCE * count),
+            layer.plain("host", "host", HOST),
         ]
 
     def _prefill_parts(self, count: int) -> list[Part]:
@@ -229,15 +239,19 @@ class _Builder:
         an all-reduce, or with rows scattered and gathered, whichever is faster."""
         rows = count * self.s.seq
         reduced = self.layer.forward(rows, self.s.seq, sequence_parallel=False)
-        if not self.layer.replans:
-            return reduced
-        scattered = self.layer.forward(rows, self.s.seq)
-        return min(reduced, scattered, key=lambda parts: sum(part.seconds for part in parts))
+        found = [reduced]
+        if self.layer.replans:
+            found.append(self.layer.forward(rows, self.s.seq))
+        best = min(found, key=lambda parts: sum(part.seconds for part in parts))
+        return [*best, self.layer.plain("other kernels", "elementwise", LAYER_PREFILL)]
 
     def _decode_parts(self, count: int, context: int) -> list[Part]:
         model, layer = self.model, self.layer
         columns = max(model.kv_heads / layer.tp, 1.0) * model.head_dim
-        attention = self.ops.costs.stream(2.0 * 2.0 * count * context * columns)
+        times = 1.0
+        if not self.s.grouped_queries:
+            times += READ_AGAIN * (model.heads / model.kv_heads - 1.0)
+        attention = self.ops.costs.stream(times * 2.0 * 2.0 * count * context * columns)
         return [
             layer.norm(count),
             layer.local_column("qkv", count, model.qkv, model.hidden),
@@ -247,6 +261,7 @@ class _Builder:
             layer.local_column("fc1", count, model.up, model.hidden),
             layer.activation(count),
             layer.row("fc2", count, model.hidden, model.ffn, "all_reduce"),
+            layer.plain("waits of ranks", "elementwise", LAYER_DECODE * math.log2(self.s.tp)),
         ]
 
 
