@@ -311,10 +311,18 @@ class Costs:
 
     For other devices the same fractions of their own peaks and the same latencies are assumed; that
     is not measured.
+
+    sustained : whether the device has been multiplying for long before each matmul, as in a step of
+        training, so that all of them are at the power limit.
     """
 
-    def __init__(self, device: Rates, coefficients: Coefficients | None = None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: Rates,
+        coefficients: Coefficients | None = None,
+        sustained: bool = False,
+    ) -> None:
+        self.device, self.sustained = device, sustained
         self.c = c = coefficients or load_calibration().coefficients
         scale = device.flops / HOPPER_FLOPS
         self.flops = (device.matmul or c.matmul_flops) * device.flops
@@ -387,6 +395,8 @@ class Costs:
         """A time at full clock -> a time under the power limit. ``busy``: the fraction of it in
         which tensor cores work. ``before``: seconds of the same work before it. The clock falls no
         further than by ``limit``: from 2 ms on it is the same."""
+        if self.sustained:
+            return seconds * self.limit**busy
         slower = (1.0 + max(seconds, before) / self.c.matmul_sustained) ** self.c.matmul_power
         return seconds * min(slower, self.limit) ** busy
 

@@ -61,14 +61,19 @@ class Operators:
     """Times of operators on one cluster, in bf16, cached by shape.
 
     graph : whether calls are replayed from a CUDA graph (decode) or launched eagerly.
+    sustained : whether matmuls are at the power limit (:class:`~tileweave.planning.costs.Costs`).
     """
 
     def __init__(
-        self, cluster: Cluster, calibration: Calibration | None = None, graph: bool = False
+        self,
+        cluster: Cluster,
+        calibration: Calibration | None = None,
+        graph: bool = False,
+        sustained: bool = False,
     ) -> None:
         self.cluster, self.graph = cluster, graph
         self.calibration = calibration or load_calibration()
-        self.costs = Costs(cluster.device, self.calibration.coefficients)
+        self.costs = Costs(cluster.device, self.calibration.coefficients, sustained)
         self.c = self.costs.c
         self._known: dict[Any, OpTime] = {}
 
@@ -138,14 +143,16 @@ class Operators:
         nbytes = 2 * m * k
         compute, comm = (
             self.costs.matmul(m, n, k),
-            self.collective("all_gather", nbytes, Group(world)),
+            self.collective("all_gather", nbytes, self._group(world)),
         )
-        fused = (
-            self.fused_all_gather_matmul(world, m, n, k) if world in FUSED_WORLD_SIZES else math.inf
-        )
+        fused = self.fused_all_gather_matmul(world, m, n, k) if self._fuses(world) else math.inf
         return self._join(
-            compute, comm, fused, (world - 1) / world * nbytes, Group(world), "all_gather"
+            compute, comm, fused, (world - 1) / world * nbytes, self._group(world), "all_gather"
         )
+
+    def _fuses(self, world: int) -> bool:
+        """Whether there are fused kernels for ``world`` ranks: of one node, up to eight."""
+        return world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -164,6 +171,11 @@ class Operators:
             schedule, config, self.costs, self._node(world), self.graph, itemsize
         ).seconds
 
+    def _group(self, world: int) -> Group:
+        """A group of consecutive ranks: inside a node, or whole nodes."""
+        per_node = self.cluster.gpus_per_node
+        return Group(world) if world <= per_node else Group(per_node, world // per_node)
+
     def _node(self, world: int) -> Cluster:
         """The cluster that a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
@@ -179,13 +191,16 @@ class Operators:
 
     def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * n
-        compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, Group(world))
+        compute, comm = (
+            self.costs.matmul(m, n, k),
+            self.collective(kind, nbytes, self._group(world)),
+        )
         factor = 2 if kind == "all_reduce" else 1
         few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
-        planned = few_rows and world in FUSED_WORLD_SIZES  # otherwise the plan is unfused
+        planned = few_rows and self._fuses(world)  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
         return self._join(
-            compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind
+            compute, comm, fused, factor * (world - 1) / world * nbytes, self._group(world), kind
         )
 
     def cublas_and_exchange(
@@ -518,7 +533,9 @@ class Operators:
             return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
         each = compute / slices
-        late = protocol_of(self.c, "all_to_all", nbytes / slices, group.inside).latency
+        late = protocol_of(
+            self.c, "all_to_all", nbytes / slices, group.inside, device=self.cluster.device
+        ).latency
         steady = max(each * (1.0 + self.c.corun), one - late)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
 

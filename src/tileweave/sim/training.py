@@ -9,7 +9,7 @@ reduction of gradients over data parallel ranks share the NICs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ class Training:
     global_batch : samples per step.
     micro_batch : samples at once.
     seq : tokens per sample; 0: that of the model.
-    recompute : ``selective``: the scores of attention once more before each backward, where they are
-        not fused; ``full``: a second forward.
+    recompute : ``selective``: the scores of attention once more before each backward, where they
+        are not fused; ``full``: a second forward.
     overlap_gradients : reduce gradients during the backward of the last micro-batch, and gather
         parameters during the first forward.
     virtual_pipeline : parts of the model on each stage (interleaved 1F1B).
@@ -138,7 +138,7 @@ def plan(training: Training, cluster: Cluster) -> Plan:
     dp = t.dp or world // shards
     require(shards * dp == world, f"{degrees} x dp {dp}", f"a product of {world}", "leave dp out")
     _check_sequence(t)
-    batch = t.global_batch or 8 * t.pp * dp * t.micro_batch
+    batch = t.global_batch or usual_batch(t, cluster)
     require(
         batch % (dp * t.micro_batch) == 0,
         f"global_batch {batch}",
@@ -151,6 +151,12 @@ def plan(training: Training, cluster: Cluster) -> Plan:
     each = [t.model.layers // parts + (part < t.model.layers % parts) for part in range(parts)]
     layers = tuple(tuple(each[stage :: t.pp]) for stage in range(t.pp))
     return Plan(dp, micro_batches, layers)
+
+
+def usual_batch(t: Training, cluster: Cluster) -> int:
+    """Samples per step where none are asked for: eight micro-batches per stage."""
+    dp = t.dp or max(cluster.world_size // (t.tp * t.pp * t.context_parallel), 1)
+    return 8 * t.pp * dp * t.micro_batch
 
 
 def _check_sequence(t: Training) -> None:
@@ -211,6 +217,12 @@ def simulate(
     return _Builder(training, cluster, ops, mode, fuse).build()
 
 
+def estimate(training: Training, cluster: Cluster, ops: Operators, mode: Mode) -> float:
+    """Seconds of a step without a schedule: the work of the busiest stage, the idle time of the
+    pipeline, and collectives of data parallel ranks where they are longer than what hides them."""
+    return _Builder(training, cluster, ops, mode, None).estimate()
+
+
 def samples(training: Training, cluster: Cluster) -> int:
     """Samples of one step."""
     found = plan(training, cluster)
@@ -244,6 +256,7 @@ class _Builder:
             self.backward, self.weights = again + self.layer.joint_backward(t.rows, t.tokens), []
         self.message = t.rows * t.model.hidden * 2.0 / t.tp
         self.sent: dict[tuple[str, int, int], int] = {}
+        self.messages: dict[tuple[int, int], float] = {}
         self.reduced: dict[int, list[int]] = {stage: [] for stage in range(t.pp)}
 
     def _again(self) -> list[Part]:
@@ -288,6 +301,30 @@ class _Builder:
         for stage in range(pp):
             self._update(stage)
         return self.step.run()
+
+    def estimate(self) -> float:
+        t, found = self.t, self.plan
+        parts = self._parts()
+
+        def seconds(stage: int, kinds: str) -> float:
+            return sum(
+                part.seconds
+                for chunk in range(t.virtual_pipeline)
+                for what in kinds
+                for part in parts[what, stage, chunk]
+            )
+
+        busy = [seconds(stage, "FBW") for stage in range(t.pp)]
+        idle = (t.pp - 1) * (seconds(0, "FBW" if not self.weights else "F")) / t.virtual_pipeline
+        total = found.micro_batches * max(busy) + idle
+        if self.shards.size > 1:
+            times = found.micro_batches if t.sharding in ("gradients", "parameters") else 1
+            size = sum(found.layers[0]) * t.model.layer_parameters / t.tp
+            kinds = ("all_gather", 2.0, "F"), ("reduce_scatter", t.gradient_bytes, "B")
+            for kind, itemsize, what in kinds:
+                comm = self.ops.collective(kind, itemsize * size, self.shards)
+                total += times * max(comm - seconds(0, what), 0.0)
+        return total
 
     def _order(self, stage: int) -> Iterator[Work]:
         t, micro_batches = self.t, self.plan.micro_batches
@@ -417,18 +454,21 @@ class _Builder:
             self.sent[what, place, micro] = after
             return
         per_stage = self.cluster.world_size // pp
-        part = Part(f"send {what}", "pipeline", 0.0, 0.0, "send", self.message, 2, "pp")
-        make: Callable[[], Any] = lambda: between(  # noqa: E731
-            message(
-                self.seen,
-                self.message,
-                stage * per_stage,
-                other * per_stage,
-                self.protocol.latency,
-            ),
-            stage,
-            other,
+        ends = (stage * per_stage, other * per_stage)
+
+        def make() -> Any:
+            sent = message(self.seen, self.message, *ends, self.protocol.latency)
+            return between(sent, stage, other)
+
+        # Only messages of the first and the last micro-batch share links with collectives of data
+        # parallel ranks, and on a torus messages with each other.
+        alone = (
+            0 < micro < self.plan.micro_batches - 1
+            and self.cluster.network.topology != "torus"
+            and self.t.sharding in ("none", "optimizer")
         )
+        seconds = self._alone(*ends) if alone else 0.0
+        part = Part(f"send {what}", "pipeline", seconds, 0.0, "send", self.message, 2, "pp")
         self.sent[what, place, micro] = self.step.add(
             stage,
             "to next" if what == "F" else "to previous",
@@ -436,9 +476,20 @@ class _Builder:
             [part],
             [after],
             "comm",
-            make,
+            None if alone else make,
             other,
         )
+
+    def _alone(self, first: int, other: int) -> float:
+        """Seconds of a message on idle links."""
+        if (first, other) not in self.messages:
+            flow = message(self.seen, self.message, first, other, self.protocol.latency)
+            rate = max(
+                (load / self.seen.capacities[link] for link, load in flow.loads.items()),
+                default=0.0,
+            )
+            self.messages[first, other] = flow.latency + flow.nbytes * rate
+        return self.messages[first, other]
 
     def _update(self, stage: int) -> None:
         """The optimizer: fp32 moments and master are read and written, the gradient is read, the
@@ -455,8 +506,8 @@ _BETWEEN = ("nic_", "leaf_", "torus")
 
 
 def _launched(parts: list[Part]) -> list[Part]:
-    """The parts of a task; if the host is slower than the device, and the time it adds. Each part is
-    a kernel, and where it communicates another one."""
+    """The parts of a task, and the time that the host adds where it is slower than the device. Each
+    part is a kernel, and where it communicates another one."""
     host = LAUNCH * sum(2 if part.collective else 1 for part in parts)
     wait = host - sum(part.seconds for part in parts)
     if wait <= 0.0:

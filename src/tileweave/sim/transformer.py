@@ -132,6 +132,9 @@ def known_model(name: str) -> Model:
     )
 
 
+ALONE = Group(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Style:
     """How a layer is computed.
@@ -146,13 +149,13 @@ class Style:
 
     fused_attention: bool = True
     sequence_parallel: bool = True
-    context: Group = Group(1)
+    context: Group = ALONE
 
 
-# Bytes that unfused attention moves per score, in bf16 with a byte for dropout's mask. Forward: Q K^T
-# written; softmax and dropout read and write; the last one's result read for the product with V.
-# Backward: the gradient of that product written; dropout's and softmax's backward, which also read
-# the mask and the probabilities; and each product that reads scores.
+# Bytes that unfused attention moves per score, in bf16 with a byte for dropout's mask. Forward: the
+# product of Q and K written; softmax and dropout read and write; the last one's result read for the
+# product with V. Backward: the gradient of that product written; dropout's and softmax's backward,
+# which also read the mask and the probabilities; and each product that reads scores.
 _SCORE_BYTES = {"forward": 13.0, "backward": 19.0}
 
 
@@ -171,7 +174,7 @@ class Layer:
         tp: int,
         mode: Mode,
         fuse: Iterable[str] | None = None,
-        style: Style = Style(),
+        style: Style | None = None,
     ) -> None:
         require(
             model.heads % tp == 0 and model.ffn % tp == 0,
@@ -179,7 +182,8 @@ class Layer:
             f"a divisor of its {model.heads} heads and {model.ffn} columns",
             "change tp",
         )
-        self.model, self.ops, self.tp, self.mode, self.style = model, ops, tp, mode, style
+        self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
+        self.style = style or Style()
         self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to a multiple of tp
         self.fuse = None if fuse is None else set(fuse)
         self.replans = mode == "bound" or (mode == "fused" and tp in (1, *FUSED_WORLD_SIZES))

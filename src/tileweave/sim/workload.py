@@ -36,6 +36,18 @@ _FIELDS: dict[str, tuple[dict[str, tuple[Reader, Any]], Callable[..., Workload]]
 }
 
 
+_DEGREES = {
+    "phase": "",
+    "tp": "tp",
+    "pp": "pp",
+    "context_parallel": "cp",
+    "virtual_pipeline": "vp",
+    "ep": "ep",
+    "batch": "batch",
+    "seq": "seq",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A workload on a cluster."""
@@ -47,6 +59,27 @@ class Scenario:
     @property
     def title(self) -> str:
         return f"{self.kind} {self.workload.model.name}"
+
+    @property
+    def samples(self) -> float:
+        """Tokens or samples of one step, of all its GPUs."""
+        return _samples(self)[0]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that a step takes: a served model's replica may be part of a node."""
+        work = self.workload
+        return work.tp if isinstance(work, serving.Serving) else self.cluster.world_size
+
+    @property
+    def file_name(self) -> str:
+        """For files about this scenario: the model, the degrees, and the machines."""
+        work, words = self.workload, [self.kind, self.workload.model.name]
+        for name, short in _DEGREES.items():
+            if (value := getattr(work, name, 0)) and (value != 1 or name == "tp"):
+                words.append(f"{short}{value}")
+        words.append(f"{self.cluster.world_size}x{self.cluster.device.name}")
+        return "-".join(words).replace(" ", "-")
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -88,7 +121,7 @@ def simulate(
     fuse: Iterable[str] | None = None,
 ) -> Timeline:
     """One step of a scenario in one mode."""
-    return _run(scenario, mode, _operators(scenario, calibration), fuse)
+    return simulate_with(operators_for(scenario, calibration), scenario, mode, fuse)
 
 
 def simulate_all(
@@ -96,15 +129,16 @@ def simulate_all(
     calibration: Calibration | None = None,
     modes: Iterable[Mode] = MODES,
     fuse: Iterable[str] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> Result:
     """A scenario in all ``modes``: unfused, fused and its bound."""
     started = time.perf_counter()
-    ops = _operators(scenario, calibration)
+    ops = operators_for(scenario, calibration)
     timelines = {}
-    for mode in modes:
-        progress(mode)
-        timelines[mode] = _run(scenario, mode, ops, fuse)
+    modes = tuple(modes)
+    for number, mode in enumerate(modes):
+        progress(mode, number, len(modes))
+        timelines[mode] = simulate_with(ops, scenario, mode, fuse)
     per_step, unit = samples_of(scenario)
     result = Result(
         scenario.title,
@@ -118,13 +152,20 @@ def simulate_all(
     return result
 
 
-def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators:
-    if isinstance(scenario.workload, serving.Serving):
-        return serving.operators(scenario.workload, scenario.cluster, calibration)
-    return Operators(scenario.cluster, calibration)
+def operators_for(scenario: Scenario, calibration: Calibration | None = None) -> Operators:
+    """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
+    what they have simulated already."""
+    work = scenario.workload
+    if isinstance(work, serving.Serving):
+        return serving.operators(work, scenario.cluster, calibration)
+    sustained = isinstance(work, training.Training)
+    return Operators(scenario.cluster, calibration, sustained=sustained)
 
 
-def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
+def simulate_with(
+    ops: Operators, scenario: Scenario, mode: Mode, fuse: Iterable[str] | None = None
+) -> Timeline:
+    """One step of a scenario in one mode, with operators that others may have used."""
     module = {"train": training, "serve": serving, "moe": moe, "dlrm": dlrm}[scenario.kind]
     return module.simulate(
         scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse)
@@ -153,10 +194,22 @@ def _ranks(scenario: Scenario) -> int:
     return scenario.cluster.world_size if isinstance(work, dlrm.Dlrm) else work.tp
 
 
+MEASURED_RANKS = 4  # of a node, the most that we have measured
+
+
 def cluster_notes(cluster: Cluster) -> Iterable[str]:
     """Notes about what was not measured for a cluster."""
-    if cluster.device.name != "h200":
-        yield f"{cluster.device.name}: fractions of peak of an H200 are assumed, not measured"
+    device = cluster.device
+    if device.name != "h200":
+        yield f"{device.name}: fractions of peak of an H200 are assumed, not measured" + (
+            f"; matmuls reach {device.matmul:.0%} of peak, as published" if device.matmul else ""
+        )
+    if cluster.gpus_per_node > MEASURED_RANKS:
+        yield (
+            f"{cluster.gpus_per_node} GPUs in a node: NCCL by curves that others published for 8 "
+            f"(tileweave simulate machines), fused kernels as among {MEASURED_RANKS}; "
+            "neither measured by us"
+        )
     if cluster.nodes > 1:
         yield (
             "between nodes: rates and latency of data sheets, "
