@@ -24,8 +24,8 @@ from tileweave.sim.training import Training
 from tileweave.sim.workload import Scenario, operators_for, simulate_with
 
 MODES: tuple[Mode, ...] = ("unfused", "fused")
-_SIMULATED = 6  # candidates for each mode, of those that the estimate puts first
-_NEAR = 1.25  # candidates that are estimated slower than the best by more are not simulated
+_SIMULATED = 5  # layouts for each mode, of those that the estimate puts first
+_NEAR = 1.25  # layouts that are estimated slower than the best by more are not simulated
 Say = Callable[..., None]
 
 
@@ -99,7 +99,7 @@ def advise(
     scenario: Scenario, calibration: Calibration | None = None, progress: Say = _quiet
 ) -> Advice:
     """Simulate the candidates that fit, and order them by their fused throughput per GPU."""
-    ops = operators_for(scenario, calibration)
+    ops = {mode: operators_for(scenario, calibration, mode == "fused") for mode in MODES}
     fitting, rejected, large = _fitting(scenario)
     if not fitting:
         raise _nothing_fits(scenario, rejected, large)
@@ -108,7 +108,7 @@ def advise(
     for number, one in enumerate(chosen):
         progress(f"candidate {one.name}", number, len(chosen) + 1)
         try:
-            results = {mode: simulate_with(ops, one.scenario, mode).seconds for mode in MODES}
+            results = {mode: simulate_with(ops[mode], one.scenario, mode).seconds for mode in MODES}
         except InputError as error:
             rejected.append(f"{one.name}: {error}")
             continue
@@ -120,9 +120,9 @@ def advise(
     found.sort(key=lambda one: -one.per_second)
     best = found[0].scenario
     progress("operators one by one", len(chosen), len(chosen) + 1)
-    none = simulate_with(ops, best, "fused", ()).seconds
+    none = simulate_with(ops["fused"], best, "fused", ()).seconds
     savings = {
-        op: none - simulate_with(ops, best, "fused", (op,)).seconds
+        op: none - simulate_with(ops["fused"], best, "fused", (op,)).seconds
         for op in operators_of(best.kind)
     }
     smallest = min(large, key=lambda one: one[1].total, default=None)
@@ -168,34 +168,40 @@ def _nothing_fits(
     )
 
 
-def _chosen(fitting: list[_Fitting], ops: Operators, progress: Say) -> list[_Fitting]:
-    """All candidates; of training those that the estimate puts first, for either mode."""
+def _chosen(fitting: list[_Fitting], ops: dict[Mode, Operators], progress: Say) -> list[_Fitting]:
+    """All candidates; of training the layouts that the estimate puts first, for either mode. Fused
+    ones take longer to estimate, hence only those that come near without fusion."""
     if not isinstance(fitting[0].scenario.workload, Training):
         return fitting
     for number, one in enumerate(fitting):
         progress(f"estimates {one.name}", number, len(fitting))
-        work, cluster = one.scenario.workload, one.scenario.cluster
+        one.estimates["unfused"] = _estimate(one, ops["unfused"], "unfused")
+    layouts: dict[tuple[int, int, int], _Fitting] = {}
+    for one in fitting:
+        work = one.scenario.workload
         assert isinstance(work, Training)
-        try:
-            one.estimates = {mode: training.estimate(work, cluster, ops, mode) for mode in MODES}
-        except InputError:
-            one.estimates = dict.fromkeys(MODES, float("inf"))
+        key = (work.tp, work.pp, work.context_parallel)
+        if key not in layouts or one.estimates["unfused"] < layouts[key].estimates["unfused"]:
+            layouts[key] = one
+    near = sorted(layouts.values(), key=lambda one: one.estimates["unfused"])[: 2 * _SIMULATED]
+    for number, one in enumerate(near):
+        progress(f"estimates {one.name}, fused", number, len(near))
+        one.estimates["fused"] = _estimate(one, ops["fused"], "fused")
     found: list[_Fitting] = []
     for mode in MODES:
-        ordered = sorted(fitting, key=lambda one: one.estimates[mode])
-        layouts: set[tuple[int, int, int]] = set()
-        for one in ordered:
-            work = one.scenario.workload
-            assert isinstance(work, Training)
-            layout = (work.tp, work.pp, work.context_parallel)
-            if len(layouts) == _SIMULATED or (
-                one.estimates[mode] > _NEAR * ordered[0].estimates[mode]
-            ):
-                break
-            if layout not in layouts and one not in found:
-                found.append(one)
-            layouts.add(layout)
+        ordered = sorted(near, key=lambda one: one.estimates[mode])[:_SIMULATED]
+        most = _NEAR * ordered[0].estimates[mode]
+        found += [one for one in ordered if one not in found and one.estimates[mode] <= most]
     return found
+
+
+def _estimate(one: _Fitting, ops: Operators, mode: Mode) -> float:
+    work = one.scenario.workload
+    assert isinstance(work, Training)
+    try:
+        return training.estimate(work, one.scenario.cluster, ops, mode)
+    except InputError:  # such as heads that tp does not divide
+        return float("inf")
 
 
 def candidates(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
@@ -249,11 +255,16 @@ def _of_pipeline(sharding: str) -> str:
 
 
 def _chunks(work: Training, pp: int, micro_batches: int) -> list[int]:
-    """Parts of each stage: all equal divisions, where Megatron can interleave."""
+    """Parts of each stage: equal divisions into up to 12 of two layers or more, where Megatron can
+    interleave."""
     if pp == 1 or micro_batches % pp or work.schedule != "1f1b":
         return [1]
     layers, left = divmod(work.model.layers, pp)
-    return [1] if left else [v for v in range(1, layers + 1) if layers % v == 0]
+    return (
+        [1]
+        if left
+        else [v for v in range(1, 13) if layers % v == 0 and (v == 1 or layers // v > 1)]
+    )
 
 
 def memory_fits(work: Training, cluster: Cluster) -> bool:

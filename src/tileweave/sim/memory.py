@@ -20,8 +20,8 @@ from tileweave.sim.training import Training, plan
 from tileweave.sim.transformer import Model
 
 # Bytes that a process has no tensors in: the CUDA context, NCCL's buffers, cuBLAS's workspaces, and
-# what the allocator loses to fragments. (By these rules the four models of arXiv 2205.05198, figure 1,
-# need 3 to 5 % more than was measured there.)
+# what the allocator loses to fragments. (By these rules the four models of arXiv 2205.05198, figure
+# 1, need 2 to 5 % more than was measured there.)
 RESERVED = 3e9
 
 
@@ -142,7 +142,7 @@ def serving_memory(serving: Serving, cluster: Cluster) -> Memory:
 
 
 def _widest(model: Model, tp: int) -> float:
-    """Columns that a step has at once: the residual twice, and the inputs and results of the MLP."""
+    """Columns that a step has at once: the residual twice, inputs and results of the MLP."""
     return 2.0 * model.hidden + (model.up + model.ffn) / tp
 
 

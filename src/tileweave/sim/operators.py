@@ -63,6 +63,7 @@ class Operators:
 
     graph : whether calls are replayed from a CUDA graph (decode) or launched eagerly.
     sustained : whether matmuls are at the power limit (:class:`~tileweave.planning.costs.Costs`).
+    kernels : False: without fused matmuls, which take longest to simulate.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Operators:
         calibration: Calibration | None = None,
         graph: bool = False,
         sustained: bool = False,
+        kernels: bool = True,
     ) -> None:
-        self.cluster, self.graph = cluster, graph
+        self.cluster, self.graph, self.kernels = cluster, graph, kernels
         self.calibration = calibration or load_calibration()
         self.costs = Costs(cluster.device, self.calibration.coefficients, sustained)
         self.c = self.costs.c
@@ -163,7 +165,8 @@ class Operators:
 
     def _fuses(self, world: int) -> bool:
         """Whether there are fused kernels for ``world`` ranks: of one node, up to eight."""
-        return world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
+        few = world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
+        return few and self.kernels
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -201,18 +204,13 @@ class Operators:
         )
 
     def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
-        nbytes = 2 * m * n
-        compute, comm = (
-            self.costs.matmul(m, n, k),
-            self.collective(kind, nbytes, self._group(world)),
-        )
+        nbytes, group = 2 * m * n, self._group(world)
+        compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, group)
         factor = 2 if kind == "all_reduce" else 1
         few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
         planned = few_rows and self._fuses(world)  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
-        return self._join(
-            compute, comm, fused, factor * (world - 1) / world * nbytes, self._group(world), kind
-        )
+        return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
         self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2

@@ -1,7 +1,7 @@
 """The order in which a pipeline stage does its work: 1F1B, interleaved 1F1B, zero bubble (ZB-H1).
 
-A stage has ``chunks`` parts of the model. Part ``chunk`` of a stage comes after the same part of the
-stage before, and that of the first stage after part ``chunk - 1`` of the last stage.
+A stage has ``chunks`` parts of the model. Part ``chunk`` of a stage comes after the same part of
+the stage before, and that of the first stage after part ``chunk - 1`` of the last stage.
 """
 
 from __future__ import annotations

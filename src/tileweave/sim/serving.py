@@ -117,10 +117,15 @@ class EngineOperators(Operators):
         return self.c.gap + min(latency + whole, 2.0 * (latency + whole / world))
 
 
-def operators(serving: Serving, cluster: Cluster, calibration: Any = None) -> Operators:
+SUSTAINED = False
+
+
+def operators(
+    serving: Serving, cluster: Cluster, calibration: Any = None, kernels: bool = True
+) -> Operators:
     """The operators of a replica. Decoding is replayed from a CUDA graph."""
     kind = EngineOperators if serving.all_reduce == "engine" else Operators
-    return kind(cluster, calibration, serving.phase != "prefill")
+    return kind(cluster, calibration, serving.phase != "prefill", SUSTAINED, kernels)
 
 
 def simulate(

@@ -152,14 +152,17 @@ def simulate_all(
     return result
 
 
-def operators_for(scenario: Scenario, calibration: Calibration | None = None) -> Operators:
+def operators_for(
+    scenario: Scenario, calibration: Calibration | None = None, kernels: bool = True
+) -> Operators:
     """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
-    what they have simulated already."""
+    what they have simulated already. ``kernels`` False: for unfused steps alone, of training and
+    serving."""
     work = scenario.workload
     if isinstance(work, serving.Serving):
-        return serving.operators(work, scenario.cluster, calibration)
+        return serving.operators(work, scenario.cluster, calibration, kernels)
     sustained = isinstance(work, training.Training)
-    return Operators(scenario.cluster, calibration, sustained=sustained)
+    return Operators(scenario.cluster, calibration, False, sustained, kernels)
 
 
 def simulate_with(
