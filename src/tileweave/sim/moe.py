@@ -544,7 +544,7 @@ def _fp8_costs(ops: Operators, moe: MoE, cluster: Cluster) -> Costs:
         device = replace(
             device, flops=device.flops * FP8_RATE, memory_rate=device.memory_rate * 2.0
         )
-    return ops.costs if device is cluster.device else Costs(device, ops.c)
+    return ops.costs if device is cluster.device else Costs(device, ops.c, ops.costs.sustained)
 
 
 def _latent_matmuls(model: Experts, latent: Latent) -> list[tuple[str, int, int]]:

@@ -289,6 +289,14 @@ def judge(
     return judged
 
 
+def by_group(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
+    """Figures by their group."""
+    found: dict[str, list[Judged]] = {}
+    for one in judged:
+        found.setdefault(one.figure.group, []).append(one)
+    return found
+
+
 def summarise(judged: Sequence[Judged]) -> list[Errors]:
     """By group: held-out figures, those of them whose whole set-up is published, and the others."""
     kinds: tuple[tuple[str, Callable[[Figure], bool]], ...] = (
@@ -296,10 +304,10 @@ def summarise(judged: Sequence[Judged]) -> list[Errors]:
         ("held out, assumed in part or not read again", lambda f: f.held_out and not f.complete),
         ("fit side", lambda f: not f.held_out),
     )
-    rows = []
+    rows, groups = [], by_group(judged)
     for group in GROUPS:
         for what, belongs in kinds:
-            members = [one for one in judged if one.figure.group == group and belongs(one.figure)]
+            members = [one for one in groups.get(group, ()) if belongs(one.figure)]
             if members:
                 rows.append(_errors(group, what, members))
     return rows

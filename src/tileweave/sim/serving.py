@@ -117,15 +117,12 @@ class EngineOperators(Operators):
         return self.c.gap + min(latency + whole, 2.0 * (latency + whole / world))
 
 
-SUSTAINED = False
-
-
 def operators(
     serving: Serving, cluster: Cluster, calibration: Any = None, kernels: bool = True
 ) -> Operators:
     """The operators of a replica. Decoding is replayed from a CUDA graph."""
     kind = EngineOperators if serving.all_reduce == "engine" else Operators
-    return kind(cluster, calibration, serving.phase != "prefill", SUSTAINED, kernels)
+    return kind(cluster, calibration, serving.phase != "prefill", False, kernels)
 
 
 def simulate(

@@ -63,7 +63,7 @@ class Scenario:
     @property
     def samples(self) -> float:
         """Tokens or samples of one step, of all its GPUs."""
-        return _samples(self)[0]
+        return samples_of(self)[0]
 
     @property
     def gpus(self) -> int:
@@ -161,7 +161,8 @@ def operators_for(
     work = scenario.workload
     if isinstance(work, serving.Serving):
         return serving.operators(work, scenario.cluster, calibration, kernels)
-    sustained = isinstance(work, training.Training)
+    prefill = isinstance(work, moe.MoE) and work.phase == "prefill"
+    sustained = isinstance(work, training.Training) or prefill
     return Operators(scenario.cluster, calibration, False, sustained, kernels)
 
 
