@@ -276,6 +276,7 @@ def test_split_tables_keep_all_their_work() -> None:
     """26 tables: on 24 ranks the busiest one has two, on 32 two halves. The work of all ranks is
     never less than that of the tables."""
     work, seconds = dlrm.by_name("dlrm-v2"), {}
+    work = replace(work, model=replace(work.model, batch=0, batch_per_gpu=8192))
     for nodes in (3, 4, 5, 7, 16):
         cluster = make_cluster("h200", nodes=nodes)
         found = simulate(Scenario("dlrm", work, cluster), "unfused")
@@ -286,6 +287,7 @@ def test_split_tables_keep_all_their_work() -> None:
         seconds[cluster.world_size] = found.seconds
     assert seconds[32] > 24 / 32 * seconds[24]
     for model, said in (
+        (replace(work.model, batch=1000, batch_per_gpu=0), "a batch of 1000 on 32 GPUs"),
         (replace(work.model, tables=0), "a model of no tables"),
         (replace(work.model, dim=1), "26 tables of 1"),
     ):

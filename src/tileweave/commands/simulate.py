@@ -15,6 +15,7 @@ from tileweave.bench.prerequisites import file_for, folder_for, need
 from tileweave.errors import InputError, require
 
 try:
+    from tileweave.commands.public_audit import audit
     from tileweave.commands.simulate_show import progress_on, show
     from tileweave.planning.costs import REFERENCE, Calibration, Costs, load_calibration
     from tileweave.sim import (
@@ -372,12 +373,23 @@ def trust_command(
     device: Annotated[
         str, typer.Option(help="What the cells were measured on; the calibration is of H200.")
     ] = REFERENCE,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="Errors against figures that others published, instead."),
+    ] = False,
 ) -> None:
     """Errors against measured cells, fitted and held out separately; published tables and the
     model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
+    if public:
+        require(
+            not cells, "--cells with --public", "one of both", "leave --cells out: the table is own"
+        )
+        with progress_on(screen) as say:
+            audit(screen, used, every, out, say)
+        return
     measured = _measured(cells, device)
     merged, unsteady = merge_runs(measured)
     with progress_on(screen) as say:

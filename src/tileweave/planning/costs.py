@@ -276,14 +276,28 @@ def load_calibration(path: str | None = None) -> Calibration:
         "make it again: tileweave simulate calibrate",
     )
     coefficients = dict(data["coefficients"])
-    curves = tuple(
-        Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
-        for one in coefficients.pop("nccl")
+    try:
+        curves = tuple(
+            Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
+            for one in coefficients.pop("nccl")
+        )
+    except (TypeError, LookupError):
+        curves = ()
+    bad = [name for name, value in coefficients.items() if not _is_number(value)]
+    require(
+        bool(curves) and not bad,
+        f"calibration with {', '.join(bad) or 'nccl'} of another kind",
+        "numbers from 0, and curves of nccl",
+        "make it again: tileweave simulate calibrate",
     )
     found = Coefficients(nccl=curves, **coefficients)
     return Calibration(
         data["name"], data["about"], found, tuple(data["fitted_on"]), data["not_fitted"]
     )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0.0 <= value < math.inf  # type: ignore[operator]
 
 
 def _calibration_at(path: Path) -> dict[str, Any]:
@@ -292,7 +306,7 @@ def _calibration_at(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"calibration {path}", "a file that exists", remedy)
     try:
         data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"asked: calibration {path}: {error}; allowed: JSON; remedy: {remedy}"
         ) from None

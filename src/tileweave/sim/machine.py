@@ -159,7 +159,7 @@ _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
     "nics": (integer(0, 64), 0),
     "leaf": (integer(1, 4096, "nodes"), 16),
     "oversubscription": (number(1.0, 64.0), 1.0),
-    "dims": (items(integer(1, 4096)), ()),
+    "dims": (items(integer(1, 4096), 8), ()),
 }
 
 

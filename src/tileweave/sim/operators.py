@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -78,11 +79,19 @@ class Operators:
         self.costs = Costs(cluster.device, self.calibration.coefficients, sustained)
         self.c = self.costs.c
         self._known: dict[Any, OpTime] = {}
+        self._inside: dict[Any, OpTime] = {}  # inside a node, for any number of nodes
 
-    def _once(self, key: Any, make: Callable[[], OpTime]) -> OpTime:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def on_nodes(self, nodes: int) -> Operators:
+        """The same operators with another number of nodes. Times inside a node are shared."""
+        found = copy(self)
+        found.cluster, found._known = replace(self.cluster, nodes=nodes), {}
+        return found
+
+    def _once(self, key: Any, make: Callable[[], OpTime], ranks: float = math.inf) -> OpTime:
+        known = self._inside if ranks <= self.cluster.gpus_per_node else self._known
+        if key not in known:
+            known[key] = make()
+        return known[key]
 
     def collective(
         self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1
@@ -139,7 +148,9 @@ class Operators:
         local columns."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k))
+        return self._once(
+            ("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k), world
+        )
 
     def _all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * k
@@ -189,7 +200,7 @@ class Operators:
         if world == 1:
             return self.matmul(m, n, k)
         return self._once(
-            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k)
+            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k), world
         )
 
     def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:

@@ -63,7 +63,7 @@ class Scenario:
     @property
     def samples(self) -> float:
         """Tokens or samples of one step, of all its GPUs."""
-        return _samples(self)[0]
+        return samples_of(self)[0]
 
     @property
     def gpus(self) -> int:
@@ -139,7 +139,7 @@ def simulate_all(
     for number, mode in enumerate(modes):
         progress(mode, number, len(modes))
         timelines[mode] = simulate_with(ops, scenario, mode, fuse)
-    per_step, unit = _samples(scenario)
+    per_step, unit = samples_of(scenario)
     result = Result(
         scenario.title,
         scenario.cluster.describe(),
@@ -158,9 +158,12 @@ def operators_for(
     """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
     what they have simulated already. ``kernels`` False: for unfused steps alone, of training and
     serving."""
-    graph = isinstance(scenario.workload, serving.Serving) and scenario.workload.phase == "decode"
-    sustained = isinstance(scenario.workload, training.Training)
-    return Operators(scenario.cluster, calibration, graph, sustained, kernels)
+    work = scenario.workload
+    if isinstance(work, serving.Serving):
+        return serving.operators(work, scenario.cluster, calibration, kernels)
+    prefill = isinstance(work, moe.MoE) and work.phase == "prefill"
+    sustained = isinstance(work, training.Training) or prefill
+    return Operators(scenario.cluster, calibration, False, sustained, kernels)
 
 
 def simulate_with(
@@ -173,15 +176,18 @@ def simulate_with(
     )
 
 
-def _samples(scenario: Scenario) -> tuple[float, str]:
+def samples_of(scenario: Scenario) -> tuple[float, str]:
+    """How many samples or tokens a step makes, and which of both."""
     work = scenario.workload
     if isinstance(work, training.Training):
         return training.samples(work, scenario.cluster) * work.tokens, "tokens"
     if isinstance(work, serving.Serving):
-        return work.batch * (work.seq if work.phase == "prefill" else 1), "tokens"
+        each = {"prefill": work.seq, "decode": 1, "generate": work.output}
+        return work.batch * each[work.phase], "tokens"
     if isinstance(work, moe.MoE):
         return work.tokens * scenario.cluster.world_size, "tokens"
-    return work.model.batch_per_gpu * scenario.cluster.world_size, "samples"
+    world = scenario.cluster.world_size
+    return work.model.samples(world) * world, "samples"
 
 
 def _ranks(scenario: Scenario) -> int:
@@ -218,9 +224,13 @@ def cluster_notes(cluster: Cluster) -> Iterable[str]:
 def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
     """Notes that readers of the results must know."""
     cluster = scenario.cluster
-    if isinstance(scenario.workload, serving.Serving) and cluster.nodes > 1:
-        yield "one replica, inside one node: the other nodes change nothing"
-        cluster = replace(cluster, nodes=1)
+    work = scenario.workload
+    if isinstance(work, serving.Serving) and cluster.nodes > 1:
+        if work.gpus <= cluster.gpus_per_node:
+            yield "one replica, inside one node: the other nodes change nothing"
+            cluster = replace(cluster, nodes=1)
+        elif work.gpus < cluster.world_size:
+            yield f"one replica on {work.gpus} GPUs: the others change nothing"
     yield from cluster_notes(cluster)
     most = FUSED_WORLD_SIZES[-1]
     if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:
