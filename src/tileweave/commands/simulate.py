@@ -22,6 +22,7 @@ try:
         astra,
         dlrm,
         fit,
+        flux,
         moe,
         perfetto,
         report,
@@ -452,6 +453,7 @@ def trust_command(
         judged, unknown = trust.judge(merged, used, device)
         say("published tables")
         published = trust.published(used)
+        models = flux.model_table(used, say)
     screen.print(f"rule: {RULE}", markup=False)
     for side in ("fit", "held out", "input", "outside"):
         rows = trust.summarise(judged, side)
@@ -470,7 +472,7 @@ def trust_command(
         screen.print(report.cell_table(judged))
     for cell in unknown:
         screen.print(f"no model: {cell}", markup=False, style="dim")
-    screen.print(report.published_table(published))
+    screen.print(report.published_table(published), report.flux_table(models), sep="\n")
     if out is not None:
         from tileweave.sim import plots
 
@@ -478,7 +480,8 @@ def trust_command(
             report.summary_table(f"## {side}", trust.summarise(judged, side), True)
             for side in ("fit", "held out")
         ]
-        tables += [report.published_table(published, True), report.unsteady_table(unsteady)]
+        tables += [report.published_table(published, True), report.flux_table(models, True)]
+        tables.append(report.unsteady_table(unsteady))
         tables.append(report.cell_table(judged, True))
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")

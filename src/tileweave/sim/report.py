@@ -12,6 +12,7 @@ from rich.text import Text
 from tileweave.sim.advise import Advice
 from tileweave.sim.cells import Cell
 from tileweave.sim.crosscheck import Comparison
+from tileweave.sim.flux import Row as FluxRow
 from tileweave.sim.machine import Device
 from tileweave.sim.measurements import UNSTEADY, unsteadiness
 from tileweave.sim.memory import Memory, usable
@@ -197,6 +198,33 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
     ]
     columns = ("what", "published", "model, mean", "model", "its mean is", "source")
     return _table("published, and the model", columns, texts, markdown)
+
+
+def flux_table(rows: Sequence[FluxRow], markdown: bool = False) -> Group:
+    """Gains of FLUX and ours, side by side."""
+    texts = [
+        (
+            f"{row.what}, {row.device} ({row.model})",
+            f"{row.published:.2f}",
+            f"{row.ours:.2f}",
+            f"{row.theirs:.2f}",
+            f"{row.bound:.2f}",
+            f"{row.free:.2f}",
+            "close" if row.agrees else row.reason,
+        )
+        for row in rows
+    ]
+    columns = (
+        "gain",
+        "FLUX",
+        "ours",
+        "FLUX's overlap",
+        "bound",
+        "no communication",
+        "reason of a difference over 0.08",
+    )
+    title = "FLUX's models (arXiv 2406.06858), 8 GPUs in a node, and the model's"
+    return _table(title, columns, texts, markdown)
 
 
 def crosscheck_table(rows: Sequence[Comparison]) -> Group:
