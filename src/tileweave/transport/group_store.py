@@ -63,7 +63,7 @@ class Conversation:
             self.store = _connection(self._group)
             if not self.left:
                 self.value = function(self)
-        except BaseException as error:
+        except (TileweaveError, RuntimeError, ValueError, TypeError, OSError) as error:
             self.error = error
         finally:
             self.done.set()
@@ -107,16 +107,18 @@ def ask_store(
     thread = threading.Thread(
         target=talk.run, args=(function,), name="tileweave-store", daemon=True
     )
+    ended = False
     try:
         thread.start()
         while not talk.done.wait(talk.left_to_wait()):
             if not talk.left_to_wait():
                 raise _unanswered(group, what, talk.patience)
-    except BaseException:  # also Ctrl-C: the thread tells the peers, if the store still answers
-        talk.left = True
-        if not talk.done.wait(min(talk.left_to_wait(), GRACE)):
-            _CONNECTIONS.pop(group, None)
-        raise
+        ended = True
+    finally:
+        if not ended:  # also Ctrl-C: the thread tells the peers, if the store still answers
+            talk.left = True
+            if not talk.done.wait(min(talk.left_to_wait(), GRACE)):
+                _CONNECTIONS.pop(group, None)
     if isinstance(talk.error, RuntimeError) and not isinstance(talk.error, TileweaveError):
         _CONNECTIONS.pop(group, None)
         raise _unanswered(group, what, 0.0) from talk.error

@@ -17,6 +17,7 @@ whose store counts messages from the first one of each rendezvous and waits no l
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
+# These decide which meetings a call has.
+_VARIABLES = ("TRITON_INTERPRET", "TILEWEAVE_DEBUG")
 _CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace begin with it
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
@@ -61,7 +64,33 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
     closed it wait for the next meeting.
     """
     seconds = timeout_seconds() * (LATE if group in _CLOSED else 1.0)
-    return ask_store(group, what, seconds, lambda talk: _meet(talk, text, group, what, seconds))
+    text = f"{_switches()}|{text}"
+    number, texts = ask_store(
+        group, what, seconds, lambda talk: _meet(talk, text, group, what, seconds)
+    )
+    switches, texts = zip(*[text.split("|", 1) for text in texts], strict=True)
+    _refuse_switches(switches)
+    return number, list(texts)
+
+
+def _switches() -> str:
+    """Whether each of :data:`_VARIABLES` is on in this process: a digit each."""
+    return "".join(
+        str(int(os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")))
+        for name in _VARIABLES
+    )
+
+
+def _refuse_switches(switches: Sequence[str]) -> None:
+    """Raise the same error on every rank if a variable is on for some ranks only: these make other
+    calls."""
+    for number, name in enumerate(_VARIABLES):
+        on = [rank for rank, each in enumerate(switches) if each[number] == "1"]
+        if 0 < len(on) < len(switches):
+            raise RankMismatchError(
+                f"asked: {name}=1 on ranks {on} only, of {len(switches)}; allowed: the same on "
+                "every rank; remedy: set it for all ranks, or for none"
+            )
 
 
 def _meet(
