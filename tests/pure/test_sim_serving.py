@@ -45,7 +45,7 @@ def test_a_request_is_a_prefill_and_the_other_tokens() -> None:
 def test_small_all_reduces_are_an_engine_s_own() -> None:
     """Few rows by one launch, many by NCCL; never slower than NCCL."""
     decode = {"phase": "decode", "batch": 8, "seq": 512}
-    assert seconds(**decode) < 0.97 * seconds(**decode, all_reduce="nccl")
+    assert seconds(**decode) < 0.99 * seconds(**decode, all_reduce="nccl")
     assert seconds(batch=8, seq=4096) == seconds(batch=8, seq=4096, all_reduce="nccl")
     engine, nccl = serving.EngineOperators(NODE), Operators(NODE)
     for size in (1e4, 1e6, 1e8):

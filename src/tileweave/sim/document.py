@@ -35,6 +35,7 @@ class Spot:
     node: yaml.Node
 
     def inside(self, name: str, node: yaml.Node) -> Spot:
+        name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
         return Spot(self.file, f"{self.path}.{name}" if self.path else name, node)
 
 

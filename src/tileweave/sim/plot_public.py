@@ -21,7 +21,7 @@ def plot_public(judged: Sequence[Judged], path: Path) -> Path:
     groups = by_group(judged)
     heights = [[len(groups.get(name, ())) + 3 for name in names] for names in _COLUMNS]
     figure = Figure(figsize=(15.0, 0.125 * max(map(sum, heights)) + 1.2), layout="constrained")
-    columns = figure.subfigures(1, len(_COLUMNS))
+    columns = figure.subfigures(1, len(_COLUMNS), squeeze=False)[0]
     for column, names, height in zip(columns, _COLUMNS, heights, strict=True):
         panels = column.subplots(len(names), 1, height_ratios=height)
         for axes, name in zip(panels, names, strict=True):
