@@ -33,10 +33,11 @@ try:
     from tileweave.sim import replay as replaying
     from tileweave.sim.cells import RULE, Cell, holds_cells, read_cells
     from tileweave.sim.crosscheck import compare
+    from tileweave.sim.document import located, open_document
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
     from tileweave.sim.measurements import UNSTEADY, merge_runs
     from tileweave.sim.packaged import packaged_cells
-    from tileweave.sim.workload import Scenario, cluster_notes, read_scenario
+    from tileweave.sim.workload import Scenario, cluster_notes, scenario_of
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
@@ -125,7 +126,12 @@ def run(
     calibration: Calib = None,
 ) -> None:
     """Simulate what a YAML file describes."""
-    show(read_scenario(file), _calibration(calibration), sense, advise, out, export, detail)
+    spot = open_document(file)
+    scenario = scenario_of(spot)
+    try:
+        show(scenario, _calibration(calibration), sense, advise, out, export, detail)
+    except InputError as error:  # of fields that are valid alone but not together
+        raise located(spot, error) from None
 
 
 @app.command()
@@ -200,13 +206,22 @@ def serve(
     ] = "llama3-70b",
     tp: Tp = 4,
     phase: Annotated[
-        Literal["prefill", "decode"], typer.Option(help="Whole prompts, or one token of each.")
+        Literal["prefill", "decode", "generate"],
+        typer.Option(help="Whole prompts, one token of each, or prompts and all --output tokens."),
     ] = "prefill",
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
     seq: Annotated[
         int, typer.Option(help="Tokens of a prompt; in decode: those in the cache.")
     ] = 2048,
+    pp: Annotated[int, typer.Option(help="Pipeline stages, over nodes.")] = 1,
+    output: Annotated[int, typer.Option(help="Tokens that generate makes of each prompt.")] = 0,
+    all_reduce: Annotated[
+        Literal["engine", "nccl"],
+        typer.Option(help="Of the baseline: an engine's own where NCCL is slower, or NCCL."),
+    ] = "engine",
     device: Device = "h200",
+    network: Net = "ib-400",
+    nodes: Nodes = None,
     gpus_per_node: PerNode = None,
     out: Out = None,
     advise: Advise = False,
@@ -215,9 +230,18 @@ def serve(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """One prefill or one decoding step, tensor parallel inside a node."""
-    cluster = _cluster(device, "ib-400", None, None, gpus_per_node)
-    work = serving.by_name(_known(model, "transformers"), tp=tp, phase=phase, batch=batch, seq=seq)
+    """A prefill, a decoding step or whole requests, tensor and pipeline parallel."""
+    cluster = _cluster(device, network, nodes, None, gpus_per_node)
+    work = serving.by_name(
+        _known(model, "transformers"),
+        tp=tp,
+        phase=phase,
+        batch=batch,
+        seq=seq,
+        pp=pp,
+        output=output,
+        all_reduce=all_reduce,
+    )
     show(
         Scenario("serve", work, cluster),
         _calibration(calibration),
@@ -243,6 +267,19 @@ def moe_command(
     tokens: Annotated[int, typer.Option(help="Tokens per GPU.")] = 4096,
     seq: Annotated[int, typer.Option(help="Tokens per sample, for attention.")] = 4096,
     imbalance: Imbalance = 0.0,
+    phase: Annotated[
+        Literal["forward", "prefill", "decode"],
+        typer.Option(help="The layers alone, or a step of an engine with its host."),
+    ] = "forward",
+    exchange: Annotated[
+        Literal["nccl", "normal", "low_latency"],
+        typer.Option(help="Of the baseline: NCCL, or DeepEP's kernels for many or few tokens."),
+    ] = "nccl",
+    fp8: Annotated[bool, typer.Option("--fp8", help="Matmuls and dispatch in FP8.")] = False,
+    two_batch: Annotated[
+        bool, typer.Option("--two-batch", help="Two halves overlap each other's communication.")
+    ] = False,
+    redundant: Annotated[int, typer.Option(help="Copies of experts.")] = 0,
     device: Device = "h200",
     network: Net = "ib-400",
     nodes: Nodes = None,
@@ -256,14 +293,25 @@ def moe_command(
     calibration: Calib = None,
 ) -> None:
     """The layers of a mixture-of-experts model, forward, with experts sharded over ranks."""
-    work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, seq=seq, imbalance=imbalance)
+    work = moe.by_name(
+        _known(model, "moe"),
+        ep=ep,
+        tokens=tokens,
+        seq=seq,
+        imbalance=imbalance,
+        phase=phase,
+        exchange=exchange,
+        fp8=fp8,
+        two_batch=two_batch,
+        redundant=redundant,
+    )
     scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     show(scenario, _calibration(calibration), sense, advise, out, export, detail)
 
 
 @app.command(name="dlrm")
 def dlrm_command(
-    model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
+    model: Annotated[str, typer.Argument(help="dlrm-ours, dlrm-v2 or dlrm-sc24.")] = "dlrm-ours",
     imbalance: Imbalance = 0.0,
     slices: Annotated[
         int,
@@ -272,6 +320,9 @@ def dlrm_command(
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Send indices during the step before.")
     ] = False,
+    update: Annotated[
+        Literal["tileweave", "torch"], typer.Option(help="Whose update of tables, in all modes.")
+    ] = "tileweave",
     device: Device = "h200",
     network: Net = "ib-400",
     nodes: Nodes = None,
@@ -286,7 +337,11 @@ def dlrm_command(
 ) -> None:
     """One training step of a recommendation model, with tables sharded over ranks."""
     work = dlrm.by_name(
-        _known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch
+        _known(model, "dlrm"),
+        imbalance=imbalance,
+        slices=slices,
+        prefetch=prefetch,
+        update=update,
     )
     scenario = Scenario("dlrm", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     show(scenario, _calibration(calibration), sense, advise, out, export, detail)

@@ -127,18 +127,31 @@ def activation_bytes(t: Training, selective: bool | None = None) -> float:
 
 
 def serving_memory(serving: Serving, cluster: Cluster) -> Memory:
-    """Weights and KV cache of one rank, and what one step has at once."""
+    """Weights and KV cache of one rank, and what one step has at once. Of the first or the last
+    pipeline stage, which have the same number of layers or one more than others."""
     model, tp = serving.model, serving.tp
+    layers = -(-model.layers // serving.pp)
+    words = model.vocab * model.hidden * (2 if serving.pp == 1 else 1)
     columns = max(model.kv_heads / tp, 1.0) * model.head_dim
-    rows = serving.batch * (serving.seq if serving.phase == "prefill" else 1)
+    rows = serving.batch * (1 if serving.phase == "decode" else serving.seq)
+    tokens = float(serving.batch) * serving.longest
     return Memory(
         {
-            "weights": 2.0 * model.parameters / tp,
-            "KV cache": kv_cache(model.layers, columns, float(serving.batch) * serving.seq),
+            "weights": 2.0 * (layers * model.layer_parameters + words) / tp,
+            "KV cache": kv_cache(layers, columns, tokens),
             # engines prefill in pieces of some 8,192 tokens
             "activations": 2.0 * min(rows, 8192) * _widest(model, tp),
         }
     )
+
+
+def most_sequences(serving: Serving, cluster: Cluster) -> int:
+    """Of how many sequences a replica has room for keys and values; 0 where not even the weights
+    fit."""
+    parts = serving_memory(serving, cluster).parts
+    one = parts["KV cache"] / serving.batch
+    room = usable(cluster.device) - sum(parts.values()) + parts["KV cache"]
+    return max(int(room / one), 0)
 
 
 def _widest(model: Model, tp: int) -> float:
@@ -147,19 +160,24 @@ def _widest(model: Model, tp: int) -> float:
 
 
 def moe_memory(moe: MoE, cluster: Cluster) -> Memory:
-    """Experts of one rank, and attention, which every rank has; KV cache of its own tokens."""
+    """Experts of one rank; what every rank has: attention, shared experts, dense layers, and the
+    embedding and head where the model says its vocabulary; the KV cache of its own tokens."""
     model = moe.model
-    local = max(model.experts / (moe.ep or cluster.world_size), 1.0)
-    attention = (model.qkv + model.attended) * model.hidden
-    columns = float(model.qkv - model.attended) / 2
-    return Memory(
-        {
-            "experts": 2.0 * model.layers * local * 3 * model.ffn * model.hidden,
-            "attention": 2.0 * model.layers * attention,
-            "KV cache": kv_cache(model.layers, columns, float(moe.tokens)),
-            "activations": 2.0 * moe.tokens * (2.0 * model.hidden + 3.0 * model.top_k * model.ffn),
-        }
-    )
+    local = max(moe.experts / (moe.ep or cluster.world_size), 1.0)
+    itemsize = 1.0 if moe.fp8 else 2.0
+    expert, routed = 3.0 * model.ffn * model.hidden, model.layers - model.dense_layers
+    dense = 3.0 * model.dense_layers * model.dense_ffn * model.hidden
+    tokens = float(moe.tokens) * (moe.seq if moe.phase == "decode" else 1)
+    rows = moe.tokens / (2 if moe.two_batch else 1)
+    parts = {
+        "experts": itemsize * routed * local * expert,
+        "attention": itemsize * model.layers * model.attention_parameters,
+        "shared and dense": itemsize * (routed * model.shared * expert + dense),
+        "embedding and head": 2.0 * 2.0 * model.vocab * model.hidden,
+        "KV cache": kv_cache(model.layers, model.cached / 2.0, tokens),
+        "activations": 2.0 * rows * (2.0 * model.hidden + 3.0 * model.top_k * model.ffn),
+    }
+    return Memory({name: value for name, value in parts.items() if value})
 
 
 def dlrm_memory(work: Dlrm, cluster: Cluster) -> Memory:

@@ -13,7 +13,7 @@ from tileweave.sim.public import BARS, GROUPS, Judged, by_group
 
 _COLUMNS = (("collectives", "matmuls"), ("training", *GROUPS[len(BARS) :], "experts", "serving"))
 _HELD, _ASSUMED = "#0072B2", "#E69F00"
-_LOW, _HIGH = 0.4, 2.5
+_LOW, _HIGH = 0.55, 1.8
 
 
 def plot_public(judged: Sequence[Judged], path: Path) -> Path:
@@ -55,7 +55,7 @@ def _panel(axes: Axes, name: str, members: Sequence[Judged]) -> None:
     axes.set_ylim(len(members) - 0.2, -0.8)
     axes.set_xscale("log")
     axes.set_xlim(_LOW * 0.97, _HIGH * 1.03)
-    ticks = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+    ticks = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=6)
     axes.minorticks_off()
     axes.tick_params(length=2)

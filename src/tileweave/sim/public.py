@@ -157,11 +157,13 @@ class Step:
 
     def seconds(self, calibration: Calibration, known: Known) -> float:
         scenario, cluster = self.scenario, self.scenario.cluster
-        key = (scenario.kind, cluster.device, cluster.network, cluster.gpus_per_node)
+        kernels = self.mode != "unfused" or scenario.kind not in ("train", "serve")
+        key = (scenario.kind, kernels, cluster.device, cluster.network, cluster.gpus_per_node)
         if scenario.kind != "train":
-            return simulate_with(operators_for(scenario, calibration), scenario, self.mode).seconds
+            ops = operators_for(scenario, calibration, kernels)
+            return simulate_with(ops, scenario, self.mode).seconds
         if key not in known:
-            known[key] = operators_for(scenario, calibration)
+            known[key] = operators_for(scenario, calibration, kernels)
         return simulate_with(known[key].on_nodes(cluster.nodes), scenario, self.mode).seconds
 
     def amount(self, unit: str) -> float:

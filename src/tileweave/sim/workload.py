@@ -21,7 +21,7 @@ import yaml
 
 from tileweave.planning.costs import Calibration
 from tileweave.planning.problem import FUSED_WORLD_SIZES
-from tileweave.sim import dlrm, moe, serving, training
+from tileweave.sim import dlrm, memory, moe, serving, training
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
 from tileweave.sim.machine import Cluster, cluster_reader, make_cluster
 from tileweave.sim.operators import MODES, Mode, Operators
@@ -226,6 +226,11 @@ def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
             cluster = replace(cluster, nodes=1)
         elif work.gpus < cluster.world_size:
             yield f"one replica on {work.gpus} GPUs: the others change nothing"
+    if isinstance(work, serving.Serving):
+        most = memory.most_sequences(work, cluster)
+        yield f"room for keys and values of {most:,} sequences of {work.longest:,} tokens"
+        if work.pp > 1 and work.phase != "prefill":
+            yield "idle: while a micro-batch decodes on one stage, the others work on other ones"
     yield from cluster_notes(cluster)
     most = FUSED_WORLD_SIZES[-1]
     if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:
