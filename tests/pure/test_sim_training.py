@@ -186,7 +186,12 @@ def test_advice_compares_equal_batches_that_fit() -> None:
     cluster = with_gpus(make_cluster("h100"), 16)
     model = replace(SMALL, layers=32, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=4096)
     work = training.Training(model, tp=8, pp=2, global_batch=16)
-    found = advise(Scenario("train", work, cluster))
+    said: list[tuple[int, int]] = []
+    found = advise(
+        Scenario("train", work, cluster),
+        progress=lambda _, done=0, total=0: said.append((done, total)),
+    )
+    assert all(0 <= done < total for done, total in said), "counted, with an end"
     assert {one.batch for one in found.candidates} == {16} and found.too_large
     assert all(
         memory_of(o.scenario.workload, cluster).fits(cluster.device) for o in found.candidates
@@ -204,3 +209,12 @@ def test_advice_says_what_fills_a_memory_that_is_too_small() -> None:
     assert usable(cluster.device) < cluster.device.memory
     with pytest.raises(InputError, match=r"needs least, .* optimizer"):
         advise(Scenario("train", work, cluster))
+
+
+def test_files_of_different_set_ups_have_different_names() -> None:
+    cluster = with_gpus(make_cluster("h100"), 32)
+    names = {
+        Scenario("train", training.by_name("llama2-70b", **fields), cluster).file_name
+        for fields in ({}, {"tp": 4}, {"pp": 2}, {"recompute": "full"}, {"virtual_pipeline": 2})
+    }
+    assert len(names) == 5 and all(" " not in name for name in names)

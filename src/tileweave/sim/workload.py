@@ -10,9 +10,10 @@ cluster: {device: h200, nodes: 16, network: ib-400}
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,6 @@ _FIELDS: dict[str, tuple[dict[str, tuple[Reader, Any]], Callable[..., Workload]]
     "serve": (serving.FIELDS, serving.Serving),
     "moe": (moe.FIELDS, moe.MoE),
     "dlrm": (dlrm.FIELDS, dlrm.Dlrm),
-}
-
-
-_DEGREES = {
-    "phase": "",
-    "tp": "tp",
-    "pp": "pp",
-    "context_parallel": "cp",
-    "virtual_pipeline": "vp",
-    "ep": "ep",
-    "batch": "batch",
-    "seq": "seq",
 }
 
 
@@ -69,17 +58,23 @@ class Scenario:
     def gpus(self) -> int:
         """GPUs that a step takes: a served model's replica may be part of a node."""
         work = self.workload
-        return work.tp if isinstance(work, serving.Serving) else self.cluster.world_size
+        return work.gpus if isinstance(work, serving.Serving) else self.cluster.world_size
 
     @property
     def file_name(self) -> str:
-        """For files about this scenario: the model, the degrees, and the machines."""
-        work, words = self.workload, [self.kind, self.workload.model.name]
-        for name, short in _DEGREES.items():
-            if (value := getattr(work, name, 0)) and (value != 1 or name == "tp"):
-                words.append(f"{short}{value}")
-        words.append(f"{self.cluster.world_size}x{self.cluster.device.name}")
-        return "-".join(words).replace(" ", "-")
+        """For files about this scenario: the model, what is not usual, and the machines."""
+        work, cluster = self.workload, self.cluster
+        words = [self.kind, work.model.name]
+        for one in fields(work):
+            value = getattr(work, one.name)
+            if one.name == "tp" or (one.name != "model" and value != one.default):
+                short = "".join(part[0] for part in one.name.split("_"))
+                name = one.name if "_" not in one.name else short
+                words.append(f"{name}{value}")
+        words.append(f"{cluster.world_size}x{cluster.device.name}")
+        if cluster.nodes > 1:
+            words.append(cluster.network.name)
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
 
 
 def read_scenario(path: Path) -> Scenario:
