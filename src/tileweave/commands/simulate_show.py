@@ -72,6 +72,11 @@ def show(
     screen = console()
     folder_for(out)
     folder_for(export)
+    advised = None
+    with progress_on(screen) as say:
+        if advise:
+            advised = advice.advise(scenario, used, say)
+            scenario = _possible(scenario, advised, screen)
     memory = memory_of(scenario.workload, scenario.cluster)
     screen.print(
         report.memory_line(memory, scenario.cluster.device),
@@ -81,7 +86,6 @@ def show(
     with progress_on(screen) as say:
         result = simulate_all(scenario, used, progress=say)
         found = sensitivity(scenario, used, say) if sense else []
-        advised = advice.advise(scenario, used, say) if advise else None
     screen.print(report.result_table(result), report.phase_table(result), sep="\n")
     if found:
         screen.print(report.sensitivity_table(result, found))
@@ -107,6 +111,17 @@ def show(
             traced = with_gpus(scenario.cluster, step.world_size)
             paths += astra.export(traced, Costs(traced.device, used.coefficients), export)
         screen.print(f"wrote {len(paths)} files to {export}", markup=False)
+
+
+def _possible(scenario: Scenario, advised: advice.Advice, screen: Console) -> Scenario:
+    """What was asked, or the best advice where its degrees are not possible."""
+    try:
+        memory_of(scenario.workload, scenario.cluster)
+    except InputError as error:
+        screen.print(f"not possible as asked: {error}", style="bold red", markup=False)
+        screen.print(f"what follows is {advised.best.name}", markup=False)
+        return advised.best.scenario
+    return scenario
 
 
 def _write(
