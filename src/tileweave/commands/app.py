@@ -9,7 +9,6 @@ from tileweave import OPERATORS, __version__
 from tileweave.bench.prerequisites import file_for, folder_for, need, need_kernels, picture_for
 from tileweave.errors import InputError, require
 from tileweave.launcher import (
-    DeviceType,
     RankFailure,
     default_device_type,
     default_world_size,
