@@ -64,7 +64,7 @@ bench: venv ## time every operator against its unfused path, up to 15 minutes ea
 
 site: venv ## build the documents as a site that opens from disk, site/index.html; warnings are errors
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) install -e '.[docs]'
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 TRY := build/try/bin/python -m pip --disable-pip-version-check --quiet
