@@ -27,7 +27,7 @@ from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.ops.matmul.concurrent_gather import GatherCall
-    from tileweave.ops.matmul.cublas import GatherThenMultiply
+    from tileweave.ops.matmul.cublas import GatherThenMultiply, Product
     from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
 
 OP = "all_gather_matmul"
@@ -56,18 +56,15 @@ def run_fused(
     if library and how is not None:
         _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
         return launch.then_multiply(x, w, bias, out, gathered, chosen.checksum)
-    if library and config.transport == "sm":
-        _, call = ready(chosen, "library", group_name, _make_gather, x, config)
-        return call(x, w, bias, out, gathered, chosen.checksum)
+    if library:
+        from tileweave.ops.matmul.cublas import Plain
+
+        return run_library((x,), Plain(w, bias), out, gathered, group_name, chosen)
     if out is None:
         rows = chosen.world_size * x.shape[0]
         if how is not None:
             rows, _ = how.result(x.shape[0], x.shape[1], chosen.world_size)
         out = x.new_empty(rows, w.shape[0])
-    if library:
-        instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, x)
-        multiply(x, w, bias, out, gathered, instance, call, chosen.checksum)
-        return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
@@ -84,8 +81,31 @@ def run_fused(
     return out
 
 
+def run_library(
+    x: tuple[torch.Tensor, ...],
+    product: Product,
+    out: torch.Tensor | None,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> torch.Tensor:
+    """A call whose matmul is ``product``, by cuBLAS: of all rows after a gather, or of each shard
+    as copy engines bring it. x: the parts of the own shard."""
+    config, first = chosen.config, x[0]
+    assert config is not None, "the unfused path has no config"
+    if config.transport == "sm":
+        _, call = ready(chosen, "library", group_name, _make_gather, first, x, config)
+        return call(x, product, out, gathered, chosen.checksum)
+    if out is None:
+        rows = chosen.world_size * first.shape[0]
+        out = first.new_empty(rows, product.cols, dtype=product.dtype)
+    instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, first, x)
+    multiply(x, product, out, gathered, instance, call, chosen.checksum)
+    return out
+
+
 def _make_gather(
-    workspace: Workspace, x: torch.Tensor, config: MatmulConfig
+    workspace: Workspace, _: torch.Tensor, x: tuple[torch.Tensor, ...], config: MatmulConfig
 ) -> tuple[Instance, GatherThenMultiply]:
     from tileweave.ops.matmul.cublas import gather_then_multiply
 
@@ -104,7 +124,7 @@ def _make_exchange(
 
 
 def _make_shards(
-    workspace: Workspace, x: torch.Tensor
+    workspace: Workspace, _: torch.Tensor, x: tuple[torch.Tensor, ...]
 ) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
     from tileweave.ops.matmul.concurrent_gather import gather_of
     from tileweave.ops.matmul.cublas import multiply_shards
