@@ -3,15 +3,16 @@ hardware?"""
 
 from __future__ import annotations
 
-import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled
+from tests.compile.harness import Compiled
 from tests.compile.ptx_lint import lint
 from tests.compile.test_all_gather_kernels import (
-    NVIDIA,
+    COLS,
+    DEPTH,
     RANK,
     STACK,
     WORLD_SIZE,
@@ -19,35 +20,37 @@ from tests.compile.test_all_gather_kernels import (
     endpoint,
 )
 
+from tileweave.kernels.all_gather import hopper
+from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_reduce import collective
 from tileweave.kernels.quantize import quantize_launcher
 from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
-from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.candidates import PLANNED
+from tileweave.planning.machine import H200
+from tileweave.planning.matmul import schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
 
-HAVE_FP8 = [target for target in NVIDIA if int(target.removeprefix("sm_").rstrip("a")) >= 89]
+TARGET = "sm_90"
 
 
-@functools.cache
-def quantizer(depth: int, in_blocks: bool, target: str = "sm_90") -> Compiled:
+def quantizer(depth: int, in_blocks: bool) -> Compiled:
     launch = quantize_launcher(8, depth, in_blocks)
     x = torch.empty(8, depth, dtype=torch.bfloat16)
     data = torch.empty(8, depth, dtype=torch.uint8)
     scale = torch.empty(-(-depth // 128) if in_blocks else 1, 8)
-    return compile_one(lambda: launch(x, data, scale), target)
+    return compile_one(lambda: launch(x, data, scale), TARGET)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
-@pytest.mark.parametrize("target", HAVE_FP8)
-def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool, target: str) -> None:
-    compiled = quantizer(8192, in_blocks, target)
+def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None:
+    compiled = quantizer(8192, in_blocks)
     assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 128
     ptx = compiled.ptx or ""
     assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx), "the cast of the tensor cores"
     assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
 
 
-@functools.cache
-def split_gather(target: str) -> Compiled:
+def test_the_gather_of_two_parts_fits() -> None:
     words, scales = 16 * 512 // 4, 16
     shards = collective.Shards.in_a_row(words + scales, words)
     peers = endpoint(collective.slot_elements(shards, WORLD_SIZE, False, True), torch.float32)
@@ -55,30 +58,50 @@ def split_gather(target: str) -> Compiled:
     launch = collective.launcher(peers, WORLD_SIZE, RANK, shards, 132, config, False, True)
     x, scale = torch.empty(words), torch.empty(scales)
     out = torch.empty(WORLD_SIZE * (words + scales))
-    return compile_one(lambda: launch(x, out, scale), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_gather_of_two_parts_fits(target: str) -> None:
-    compiled = split_gather(target)
+    compiled = compile_one(lambda: launch(x, out, scale), TARGET)
     assert compiled.spills is not None and compiled.spills <= STACK
     assert compiled.registers is not None and compiled.registers <= 168
 
 
-@functools.cache
-def summing(target: str) -> Compiled:
+def test_the_sum_of_shards_fits() -> None:
     out = torch.empty(16, 512, dtype=torch.bfloat16)
     launch = sum_launcher(
         endpoint(WORLD_SIZE * 16 * 512, out.dtype), WORLD_SIZE, RANK, 16, 512, 132
     )
     slot = torch.empty(WORLD_SIZE, 16, 512, dtype=out.dtype)
-    return compile_one(lambda: launch(slot, out[0], out), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_sum_of_shards_fits(target: str) -> None:
-    compiled = summing(target)
+    compiled = compile_one(lambda: launch(slot, out[0], out), TARGET)
     assert compiled.spills is not None and compiled.spills <= STACK
-    if compiled.ptx:
-        assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) >= WORLD_SIZE
-        assert not lint(compiled.ptx)
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx or "")) >= WORLD_SIZE
+    assert [str(violation) for violation in lint(compiled)] == []
+
+
+WIDE, SQUARE, _ = (c for c in PLANNED["all_gather_matmul"].fp8 if c.kernel == "hopper")
+ROWS, BLOCKS = 1, 2  # Choices.SCALED
+
+
+@pytest.mark.parametrize(
+    ("config", "scaled"),
+    [(WIDE, ROWS), (SQUARE, ROWS), (SQUARE, BLOCKS), (replace(SQUARE, kernel="triton"), BLOCKS)],
+    ids=["wide", "square", "square-blocks", "triton-blocks"],
+)
+def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
+    rows, kind = 256, torch.float8_e4m3fn
+    config = replace(config, num_stages=3) if config.kernel == "triton" else config
+    schedule = schedule_for(Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, ""), config, RANK, H200)
+    x, w = torch.zeros(rows, DEPTH).to(kind), torch.zeros(COLS, DEPTH).to(kind)
+    out = torch.empty(WORLD_SIZE * rows, COLS, dtype=torch.bfloat16)
+    scales = torch.empty(WORLD_SIZE * rows * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
+    peers = endpoint(schedule.slot_rows * DEPTH, kind)
+    if config.kernel == "hopper":
+        launch = hopper.launcher(
+            peers, schedule, config, kind, w.stride(), None, scaled, torch.bfloat16
+        )
+    else:
+        launch = plain.launcher(peers, schedule, config, None, scaled)
+    compiled = compile_one(lambda: launch(x, w, None, out, None, 0, None, scales), TARGET)
+    assert compiled.fits_shared, compiled.shared_bytes
+    assert compiled.spills is not None and compiled.spills <= 64
+    shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"
+    assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
+    # scales that peers wrote come from L2
+    assert re.search(r"ld\.global\.cg", compiled.ptx or "")

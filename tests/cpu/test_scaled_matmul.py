@@ -148,10 +148,14 @@ def test_a_group_of_one(worlds: Worlds) -> None:
 
 
 def by_copy_engines(me: Member) -> None:
-    """Shards that copy engines bring or take, multiplied one by one, in both slots."""
-    config = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
-    for op, kinds in product((AG, RS), KINDS):
-        case = Case(op, 16 if op == AG else 16 * me.world_size, kinds=kinds, bias=True)
+    """Shards that copy engines bring or take, multiplied one by one or by the Triton kernel, in
+    both slots."""
+    library = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
+    kernel = MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4)
+    calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
+    for op, kinds, config in calls:
+        rows = 16 if op == AG else 16 * me.world_size
+        case = Case(op, rows, kinds=kinds, bias=True, dtype=torch.float16)
         with choices.forced(op, config):
             first = check(case, me, 7)
             check(case, me, 8)

@@ -76,9 +76,15 @@ _REDUCE = (
 
 
 def _by_cublas(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
-    """Those with FP8 operands, whose matmul is torch._scaled_mm: no kernel of ours multiplies
-    them yet."""
+    """Those whose matmul is cuBLAS; with FP8 operands torch._scaled_mm."""
     return tuple(config for config in configs if config.kernel == "library")
+
+
+# Of FP8 operands: 128 of K are the bytes that 64 elements of 16 bits have. Tiles of 128 columns
+# add each 128 of K in fp32.
+_FP8_WIDE = replace(_WIDE, tile_k=128)
+_FP8_SQUARE = replace(_SQUARE, tile_k=128, num_stages=5)
+_FP8_GATHER = (*_by_cublas(_GATHER), _FP8_WIDE, _FP8_SQUARE, _uncut(_FP8_SQUARE))
 
 
 _EXCHANGE_AFTER = (
@@ -118,7 +124,7 @@ class MatmulOperator:
 
 
 _PLANNED = (
-    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _by_cublas(_GATHER)),
+    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER),
     MatmulOperator(
         "matmul_reduce_scatter",
         "reduce_scatter",
@@ -187,7 +193,8 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
-    if p.fp8 and c.kernel != "library":
+    own = c.kernel != "library"
+    if p.fp8 and own and (op != "all_gather_matmul" or c.transport == "sm" or c.tile_k != 128):
         return False
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"

@@ -47,8 +47,13 @@ interpreter one program is the producer and runs first.
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K
 (``device/triton/tiles.py``).
 
-Limits: x contiguous along K, w along K or along N (``DEPTH_FIRST``); fp32 accumulation; the partial
-tiles of a cut tile are added in a fixed order.
+FP8 operands (``SCALED``, copy engines only): x, slot and w have one byte per element. The scales of
+all ranks' rows are in the slot, too, in rank order: ``x_scale`` [R m] of rows, or [R, K/128, m] of
+blocks. A copy engine sends those of the own rows before the same signal as the rows, from the own
+place of the own slot, where no peer writes. ``w_scale`` is [N/R] of columns, or [N/R/128, K/128].
+
+Limits: x contiguous along K, w along K or, unless FP8, along N (``DEPTH_FIRST``); sums in fp32; the
+partial tiles of a cut tile are added in a fixed order.
 
 Sources: FLUX (arXiv 2406.06858) for waits and order by tiles; stream-K (arXiv 2301.03598) for the
 last wave.
@@ -63,7 +68,13 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
+from tileweave.device.triton.matmul import (
+    BlockScales,
+    give_part,
+    matmul_blocks,
+    matmul_tile,
+    take_parts,
+)
 from tileweave.device.triton.peers import (
     await_pushed,
     faulted,
@@ -95,8 +106,8 @@ PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes per thread
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call; ``bias``, ``gathered``, ``partials`` and ``trace`` are any tensor
-    where there is none."""
+    """The tensors of a call; ``bias``, ``gathered``, ``partials``, ``trace`` and scales are any
+    tensor where there is none."""
 
     x: Any
     w: Any
@@ -105,6 +116,8 @@ class Tensors(NamedTuple):
     gathered: Any
     partials: Any
     trace: Any
+    x_scale: Any
+    w_scale: Any
 
 
 class Sizes(NamedTuple):
@@ -156,6 +169,10 @@ class Choices(NamedTuple):
     GATHER_K : the parts of an all-to-all are side by side, so that every tile needs every source.
 
     DEPTH_FIRST : w is contiguous along N, as backward reads it.
+
+    SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
+
+    PROMOTE : products of FP8 are added to fp32 sums after each K block.
     """
 
     WORLD_SIZE: int
@@ -175,6 +192,8 @@ class Choices(NamedTuple):
     GATHERED: bool = False
     TRACE: bool = False
     DEPTH_FIRST: bool = False
+    SCALED: int = 0
+    PROMOTE: bool = False
 
 
 @triton.jit
@@ -252,6 +271,19 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
 
 
 @triton.jit
+def block_scales(tensors, unit, sizes, C: tl.constexpr):
+    """Where the scales of a tile of FP8 blocks are; see ``device/triton/matmul.BlockScales``."""
+    TILE_M: tl.constexpr = C.TILE_M
+    count = tl.cdiv(sizes.depth, C.TILE_K)
+    source = unit.first_row // sizes.rows
+    row = tl.minimum(unit.first_row + tl.arange(0, TILE_M), unit.row_limit - 1)
+    shard = source.to(tl.int64) * sizes.rows * count
+    of_rows = tensors.x_scale + shard + (row - source * sizes.rows)
+    of_cols = tensors.w_scale + (unit.col * C.TILE_N // 128).to(tl.int64) * count
+    return BlockScales(of_rows, sizes.rows, of_cols)
+
+
+@triton.jit
 def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
     """Return the gathered input: each program copies its part of every shard, locally."""
     size = sizes.rows * sizes.depth
@@ -279,6 +311,13 @@ def store_tile(acc, tensors, peers, unit, cols, C: tl.constexpr):
     out = tensors.out
     row = unit.first_row + tl.arange(0, TILE_M)
     col = unit.col * TILE_N + tl.arange(0, TILE_N)
+    if C.SCALED == 1:
+        # peers wrote some of them: after the wait for the tile's rows, and not from a stale cache
+        of_rows = tl.load(
+            tensors.x_scale + row, mask=row < unit.row_limit, other=0.0, cache_modifier=".cg"
+        )
+        of_cols = tl.load(tensors.w_scale + col, mask=col < cols, other=0.0)
+        acc = acc * of_rows[:, None] * of_cols[None, :]
     if C.HAS_BIAS:
         acc += tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     acc = tl.where(faulted(peers) != 0, float("nan"), acc)
@@ -403,21 +442,39 @@ def all_gather_matmul_kernel(
                 token = wait_sources(peers, unit, sizes.rows, rank, epoch, C)
                 stamp(trace, record, 1, C.TRACE)
                 a_rows = row_pointers(own, peers.slots + slot_offset, unit, sizes, rank, C)
-                acc = matmul_tile(
-                    a_rows,
-                    tensors.w,
-                    sizes.stride_w,
-                    col,
-                    sizes.cols,
-                    sizes.depth,
-                    consume_token(k_begin, token),
-                    k_end,
-                    C.TILE_M,
-                    C.TILE_N,
-                    C.TILE_K,
-                    C.EVEN_K,
-                    DEPTH_FIRST=C.DEPTH_FIRST,
-                )
+                k_begin = consume_token(k_begin, token)
+                if C.SCALED == 2:
+                    acc = matmul_blocks(
+                        a_rows,
+                        tensors.w,
+                        sizes.stride_w,
+                        block_scales(tensors, unit, sizes, C),
+                        col,
+                        sizes.cols,
+                        sizes.depth,
+                        k_begin,
+                        k_end,
+                        C.TILE_M,
+                        C.TILE_N,
+                        C.TILE_K,
+                    )
+                else:
+                    acc = matmul_tile(
+                        a_rows,
+                        tensors.w,
+                        sizes.stride_w,
+                        col,
+                        sizes.cols,
+                        sizes.depth,
+                        k_begin,
+                        k_end,
+                        C.TILE_M,
+                        C.TILE_N,
+                        C.TILE_K,
+                        C.EVEN_K,
+                        DEPTH_FIRST=C.DEPTH_FIRST,
+                        PROMOTE=C.PROMOTE,
+                    )
             owner, helpers = part_range(share, tile)
             if program != owner:
                 give_part(
@@ -489,12 +546,18 @@ def scheduled(s: TileSchedule, c: MatmulConfig, parts: Parts) -> dict[str, int]:
 
 
 def launcher(
-    peers: Peers, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None
+    peers: Peers,
+    schedule: TileSchedule,
+    config: MatmulConfig,
+    parts: Parts | None = None,
+    scaled: int = 0,
 ) -> Launcher:
     """Launches for one shape and stride of w; the caller checks the arguments.
 
-    The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None).
-    ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None,
+    scales or None). ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    ``scales``: (those of all rows, those of w) of FP8 operands, of ``scaled``: 1 or 2, as
+    ``Choices.SCALED``.
     """
     s, c = schedule, config
     parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
@@ -515,6 +578,8 @@ def launcher(
         EVEN_K=parts.depth % c.tile_k == 0,
         EXCHANGE=parts.exchange,
         GATHER_K=parts.side_by_side,
+        SCALED=scaled,
+        PROMOTE=scaled == 1 and c.tile_n <= 128,
     )
     sizes = Sizes(
         rows=s.rows,
@@ -541,13 +606,15 @@ def launcher(
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Call:
         partials = out
         if cut_tiles:
             elements = cut_tiles * c.tile_m * c.tile_n
             partials = torch.empty(elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
-        tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
+        stamps = peers.control if trace is None else trace
+        tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out)))
         words = [tensor.data_ptr() for tensor in tensors]
 
         def changing() -> dict[str, Any]:
@@ -566,7 +633,7 @@ def launcher(
             }
 
         aligned = [word % 16 == 0 for word in words]
-        variant = (*aligned, bias is None, gathered is None, trace is None)
+        variant = (*aligned, bias is None, gathered is None, trace is None, out.dtype)
         return Call(variant, (*words, slot), changing)
 
     return Launcher(

@@ -6,11 +6,12 @@ and plans; tests, the tuner and the tracer call :func:`run_fused` themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tileweave.ops.matmul.concurrent_gather import GatherCall
     from tileweave.ops.matmul.cublas import GatherThenMultiply, Product
     from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
+    from tileweave.ops.matmul.scaled import ScaledProduct
 
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
@@ -67,7 +69,7 @@ def run_fused(
         out = x.new_empty(rows, w.shape[0])
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how, None)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
@@ -79,6 +81,63 @@ def run_fused(
     finally:
         instance.launched()
     return out
+
+
+def run_scaled(
+    x: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> torch.Tensor:
+    """Make the call of plan ``chosen`` of FP8 operands: x, its data and scales as they travel, and
+    what it is multiplied by. Returns the result, in ``out`` if given."""
+    config = chosen.config
+    assert config is not None, "the unfused path has no config"
+    if config.kernel == "library":
+        return run_library(x, product, out, None, group_name, chosen)
+    in_blocks = product.kind == "block"
+    require(
+        config.tile_n <= 128 or (product.fast_accum and not in_blocks),
+        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
+        "such tiles with fast_accum=True and scales of tensors or rows",
+        "pass a config with tiles of 128 columns",
+    )
+    data, w = x[0], product.w.data
+    rows, cols = data.shape[0], w.shape[0]
+    if out is None:
+        out = data.new_empty(chosen.world_size * rows, cols, dtype=product.dtype)
+    scale, of_w = x[1], product.w.scale
+    if not in_blocks:
+        scale, of_w = scale.expand(rows), of_w.reshape(-1).expand(cols).contiguous()
+    source = data.data_ptr()
+    aligned = (source | w.data_ptr()) & 15 == 0
+    kind = _Scaled(2 if in_blocks else 1, tuple(scale.shape), out.dtype)
+    instance, (call, launch) = ready(
+        chosen, (aligned, kind), group_name, _make, data, w, config, None, kind
+    )
+    capturing = instance.begin(chosen.checksum)
+    slot = copy_slot(instance)
+    everyone = call.scales[slot]
+    everyone[instance.transport.rank].copy_(scale)
+    scales = (everyone, of_w)
+    kernel = partial(launch, data, w, product.bias, out, None, slot, None, scales)
+    push_with_launch(instance, kernel, call.copies[slot], source, capturing)
+    return out
+
+
+class _Scaled(NamedTuple):
+    """What calls with FP8 operands have besides: the kernels' ``SCALED``, the shape of the scales
+    of a shard, and the dtype of the result."""
+
+    scaled: int
+    shape: tuple[int, ...]
+    out_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the scales of a shard."""
+        return 4 * math.prod(self.shape)
 
 
 def run_library(
@@ -139,8 +198,9 @@ def _make(
     w: torch.Tensor,
     config: MatmulConfig,
     how: Exchange | None,
+    scaled: _Scaled | None,
 ) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-    call = _fused_call(workspace, x, w, config, how)
+    call = _fused_call(workspace, x, w, config, how, scaled)
     return call.instance, (call, call.launcher(x, w))
 
 
@@ -155,6 +215,8 @@ class _FusedCall:
     config: MatmulConfig
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
+    scaled: _Scaled | None = None
+    scales: tuple[torch.Tensor, ...] = ()  # per slot, of all ranks: [R, those of a shard]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
@@ -167,17 +229,26 @@ class _FusedCall:
         return found
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        scaled = 0 if self.scaled is None else self.scaled.scaled
+        made = None if self.scaled is None else self.scaled.out_dtype
         if self.config.kernel == "hopper":
             from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w) and self.parts.depth * x.element_size() % 16 == 0:
                 return hopper_launcher(
-                    self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
+                    self.endpoint,
+                    self.schedule,
+                    self.config,
+                    x.dtype,
+                    w.stride(),
+                    self.parts,
+                    scaled,
+                    made,
                 )
         from tileweave.kernels.all_gather.triton import launcher
 
-        return launcher(self.endpoint, self.schedule, self.config, self.parts)
+        return launcher(self.endpoint, self.schedule, self.config, self.parts, scaled)
 
 
 def _fused_call(
@@ -186,10 +257,11 @@ def _fused_call(
     w: torch.Tensor,
     config: MatmulConfig,
     how: Exchange | None,
+    scaled: _Scaled | None,
 ) -> _FusedCall:
     transport = workspace.transport
     instance = workspace.instance(OP if how is None else EXCHANGED, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, how, config)
+    key = (x.shape, w.shape[0], x.dtype, how, config, scaled)
     call = instance.cache.get(key)
     if call is None:
         schedule, parts = _cut(x, w, config, how, transport)
@@ -202,20 +274,40 @@ def _fused_call(
         slot_rows = (
             schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
         )
-        instance.reserve(
-            slot_rows * parts.depth * x.element_size(),
-            schedule.num_segments * schedule.num_programs + 1,
+        require(
+            scaled is None or (config.transport == "copy_engine" and config.tile_k == 128),
+            f"FP8 operands with transport {config.transport!r} and tiles of {config.tile_k} of K",
+            "copy engines, and tiles of 128",
+            "pass such a config, or one of cuBLAS",
         )
-        copies = ()
+        data_bytes = -(-slot_rows * parts.depth * x.element_size() // 16) * 16
+        more = 0 if scaled is None else parts.world_size * scaled.nbytes
+        instance.reserve(data_bytes + more, schedule.num_segments * schedule.num_programs + 1)
+        copies, scales = (), ()
+        if scaled is not None:
+            scales = tuple(
+                instance.slots[begin + data_bytes : begin + data_bytes + more]
+                .view(torch.float32)
+                .view(parts.world_size, *scaled.shape)
+                for begin in (0, instance.slot_bytes)
+            )
         if config.transport == "copy_engine":
             gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
+            nbytes = 0 if scaled is None else scaled.nbytes
             copies = tuple(
-                _copies(instance, gate, schedule.rows, parts, x.element_size(), slot)
+                _copies(
+                    instance,
+                    gate,
+                    schedule.rows,
+                    parts,
+                    x.element_size(),
+                    slot,
+                    (data_bytes + parts.rank * nbytes, nbytes),
+                )
                 for slot in (0, 1)
             )
-        call = _FusedCall(
-            instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {}
-        )
+        peers = endpoint(instance, x.dtype)
+        call = _FusedCall(instance, peers, schedule, parts, config, copies, {}, scaled, scales)
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
@@ -238,13 +330,20 @@ def _cut(
 
 
 def _copies(
-    instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int
+    instance: Instance,
+    gate: int,
+    rows: int,
+    parts: Parts,
+    itemsize: int,
+    slot: int,
+    scales: tuple[int, int],
 ) -> Copies:
     """Chunks of this rank's shard, or of its parts, to all peers in turn, each followed by a
     signal.
 
     The last is a signal to this rank itself. ``gate``: the counter that holds copies back until all
-    ranks are in this call.
+    ranks are in this call. ``scales``: (place in the slot, number) of the bytes of this rank's
+    scales, which peers get at the same place; no bytes: none.
     """
     rank, size = parts.rank, parts.world_size
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
@@ -272,6 +371,10 @@ def _copies(
                     source_pitch=pitch,
                 )
             )
+        if scales[1]:
+            at = slot * instance.slot_bytes + scales[0]
+            own = instance.slot_addresses[rank] + at
+            copies.append(Copy(instance.slot_addresses[peer] + at, own, scales[1]))
         copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))
     copies.append(instance.signal_copy(rank, instance.layout.pushed))
     copies[0] = replace(copies[0], counter=gate, count=1)

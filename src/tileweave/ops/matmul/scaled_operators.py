@@ -284,8 +284,8 @@ def _gather(
         return reference.all_gather_scaled_matmul(
             made.parts, made.product, group_of(group_name), out
         )
-    return all_gather_matmul_fused.run_library(
-        made.parts, made.product, out, None, group_name, made.chosen
+    return all_gather_matmul_fused.run_scaled(
+        made.parts, made.product, out, group_name, made.chosen
     )
 
 
