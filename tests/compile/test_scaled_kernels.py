@@ -69,7 +69,7 @@ def test_the_sum_of_shards_fits() -> None:
         endpoint(WORLD_SIZE * 16 * 512, out.dtype), WORLD_SIZE, RANK, 16, 512, 132
     )
     slot = torch.empty(WORLD_SIZE, 16, 512, dtype=out.dtype)
-    compiled = compile_one(lambda: launch(slot, out[0], out), TARGET)
+    compiled = compile_one(lambda: launch(slot, out, out[0], out), TARGET)
     assert compiled.spills is not None and compiled.spills <= STACK
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx or "")) >= WORLD_SIZE
     assert [str(violation) for violation in lint(compiled)] == []
@@ -90,7 +90,8 @@ def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
     schedule = schedule_for(Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, ""), config, RANK, H200)
     x, w = torch.zeros(rows, DEPTH).to(kind), torch.zeros(COLS, DEPTH).to(kind)
     out = torch.empty(WORLD_SIZE * rows, COLS, dtype=torch.bfloat16)
-    scales = torch.empty(WORLD_SIZE * rows * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
+    sizes = WORLD_SIZE * rows * DEPTH // 128, rows * DEPTH // 128, COLS * DEPTH // 128
+    scales = [torch.empty(size) for size in sizes]
     peers = endpoint(schedule.slot_rows * DEPTH, kind)
     if config.kernel == "hopper":
         launch = hopper.launcher(

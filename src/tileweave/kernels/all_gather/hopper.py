@@ -74,6 +74,7 @@ class Tensors(NamedTuple):
     partials: Any
     trace: Any
     x_scale: Any
+    own_scale: Any
     w_scale: Any
 
 
@@ -150,12 +151,21 @@ class Choices(NamedTuple):
 def block_scales(tensors, tiles, first_row, row_limit, col, C: gl.constexpr):
     """Where the scales of a tile of FP8 blocks are: those of a shard are [K/128, rows]."""
     source = first_row // tiles.rows
-    shard = source.to(gl.int64) * tiles.rows * tiles.k_blocks
+    shard = tensors.x_scale + source.to(gl.int64) * tiles.rows * tiles.k_blocks
+    if source == tiles.rank:
+        shard = tensors.own_scale
     within = source * tiles.rows
     of_cols = tensors.w_scale + (col * C.TILE_N // 128) * tiles.k_blocks
-    return BlockScales(
-        tensors.x_scale + shard, first_row - within, row_limit - within, tiles.rows, of_cols
-    )
+    return BlockScales(shard, first_row - within, row_limit - within, tiles.rows, of_cols)
+
+
+@gluon.jit
+def row_scales(tensors, tiles, first_row):
+    """Where the scales of a tile's rows are, counted from the first row of all."""
+    rows = tensors.x_scale
+    if first_row // tiles.rows == tiles.rank:
+        rows = tensors.own_scale - tiles.rank * tiles.rows
+    return RowScales(rows, tensors.w_scale)
 
 
 @gluon.jit
@@ -240,7 +250,7 @@ def multiply_partition(
                     C.HALVES,
                     C.HAS_BIAS,
                     C.OUT_TMA,
-                    RowScales(tensors.x_scale, tensors.w_scale),
+                    row_scales(tensors, tiles, first_row),
                     C.SCALED == 1,
                 )
             stamp(tensors.trace, record, 2, epoch, C.TRACE)
@@ -483,7 +493,7 @@ def launcher(
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
-        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
         if cut_tiles:
@@ -493,8 +503,8 @@ def launcher(
         stamps = peers.control if trace is None else trace
         start, to = x.data_ptr(), out.data_ptr()
         bias_at, kept_at = added.data_ptr(), kept.data_ptr()
-        of_x, of_w = scales or (out, out)
-        ends = (partials.data_ptr(), stamps.data_ptr(), of_x.data_ptr(), of_w.data_ptr())
+        given = scales or (out, out, out)
+        ends = (partials.data_ptr(), stamps.data_ptr(), *(t.data_ptr() for t in given))
         words = (start, bias_at, to, kept_at, *ends, slot)
         by_tma = pitch_fits and to % 16 == 0
         bases = (start + shift, w.data_ptr(), to if by_tma else base)
@@ -511,13 +521,13 @@ def launcher(
                 "x_desc": x_desc,
                 "w_desc": w_desc,
                 "out_desc": out_desc,
-                "tensors": Tensors(x, added, out, kept, partials, stamps, of_x, of_w),
+                "tensors": Tensors(x, added, out, kept, partials, stamps, *given),
                 "slot": slot,
                 "C": chosen,
             }
 
         aligned = (to % 16 == 0, bias_at % 16 == 0, kept_at % 16 == 0)
-        aligned += (ends[2] % 16 == 0, ends[3] % 16 == 0)
+        aligned += tuple(end % 16 == 0 for end in ends[2:])
         variant = (*aligned, bias is None, gathered is None, trace is None)
         return Call(variant, words, changing, bases)
 

@@ -47,10 +47,7 @@ interpreter one program is the producer and runs first.
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K
 (``device/triton/tiles.py``).
 
-FP8 operands (``SCALED``, copy engines only): x, slot and w have one byte per element. The scales of
-all ranks' rows are in the slot, too, in rank order: ``x_scale`` [R m] of rows, or [R, K/128, m] of
-blocks. A copy engine sends those of the own rows before the same signal as the rows, from the own
-place of the own slot, where no peer writes. ``w_scale`` is [N/R] of columns, or [N/R/128, K/128].
+FP8 operands (``SCALED``, copy engines only): x, slot and w have one byte per element; scales.py.
 
 Limits: x contiguous along K, w along K or, unless FP8, along N (``DEPTH_FIRST``); sums in fp32; the
 partial tiles of a cut tile are added in a fixed order.
@@ -61,6 +58,7 @@ last wave.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,13 +66,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import (
-    BlockScales,
-    give_part,
-    matmul_blocks,
-    matmul_tile,
-    take_parts,
-)
+from tileweave.device.triton.matmul import give_part, matmul_blocks, matmul_tile, take_parts
 from tileweave.device.triton.peers import (
     await_pushed,
     faulted,
@@ -96,6 +88,7 @@ from tileweave.device.triton.tiles import (
     unit_range,
 )
 from tileweave.device.triton.trace import label, stamp
+from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -117,6 +110,7 @@ class Tensors(NamedTuple):
     partials: Any
     trace: Any
     x_scale: Any
+    own_scale: Any
     w_scale: Any
 
 
@@ -271,19 +265,6 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
 
 
 @triton.jit
-def block_scales(tensors, unit, sizes, C: tl.constexpr):
-    """Where the scales of a tile of FP8 blocks are; see ``device/triton/matmul.BlockScales``."""
-    TILE_M: tl.constexpr = C.TILE_M
-    count = tl.cdiv(sizes.depth, C.TILE_K)
-    source = unit.first_row // sizes.rows
-    row = tl.minimum(unit.first_row + tl.arange(0, TILE_M), unit.row_limit - 1)
-    shard = source.to(tl.int64) * sizes.rows * count
-    of_rows = tensors.x_scale + shard + (row - source * sizes.rows)
-    of_cols = tensors.w_scale + (unit.col * C.TILE_N // 128).to(tl.int64) * count
-    return BlockScales(of_rows, sizes.rows, of_cols)
-
-
-@triton.jit
 def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
     """Return the gathered input: each program copies its part of every shard, locally."""
     size = sizes.rows * sizes.depth
@@ -304,20 +285,15 @@ def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.c
 
 
 @triton.jit
-def store_tile(acc, tensors, peers, unit, cols, C: tl.constexpr):
+def store_tile(acc, tensors, peers, unit, sizes, rank, C: tl.constexpr):
     """Epilogue: bias, rounding once, masked store; NaN if a wait of this rank timed out."""
     TILE_M: tl.constexpr = C.TILE_M
     TILE_N: tl.constexpr = C.TILE_N
-    out = tensors.out
+    out, cols = tensors.out, sizes.cols
     row = unit.first_row + tl.arange(0, TILE_M)
     col = unit.col * TILE_N + tl.arange(0, TILE_N)
     if C.SCALED == 1:
-        # peers wrote some of them: after the wait for the tile's rows, and not from a stale cache
-        of_rows = tl.load(
-            tensors.x_scale + row, mask=row < unit.row_limit, other=0.0, cache_modifier=".cg"
-        )
-        of_cols = tl.load(tensors.w_scale + col, mask=col < cols, other=0.0)
-        acc = acc * of_rows[:, None] * of_cols[None, :]
+        acc = scale_tile(acc, tensors, unit, row, col, sizes, rank)
     if C.HAS_BIAS:
         acc += tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     acc = tl.where(faulted(peers) != 0, float("nan"), acc)
@@ -448,7 +424,7 @@ def all_gather_matmul_kernel(
                         a_rows,
                         tensors.w,
                         sizes.stride_w,
-                        block_scales(tensors, unit, sizes, C),
+                        block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K),
                         col,
                         sizes.cols,
                         sizes.depth,
@@ -493,7 +469,7 @@ def all_gather_matmul_kernel(
                         C.TILE_M,
                         C.TILE_N,
                     )
-                store_tile(acc, tensors, peers, unit, sizes.cols, C)
+                store_tile(acc, tensors, peers, unit, sizes, rank, C)
             stamp(trace, record, 2, C.TRACE)
             record += 1
     if C.GATHERED:
@@ -556,8 +532,7 @@ def launcher(
 
     The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None,
     scales or None). ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
-    ``scales``: (those of all rows, those of w) of FP8 operands, of ``scaled``: 1 or 2, as
-    ``Choices.SCALED``.
+    ``scales``: of FP8 operands, in the order of ``Tensors``. ``scaled``: ``Choices.SCALED``.
     """
     s, c = schedule, config
     parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
@@ -606,7 +581,7 @@ def launcher(
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
-        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
         if cut_tiles:
@@ -614,7 +589,7 @@ def launcher(
             partials = torch.empty(elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         stamps = peers.control if trace is None else trace
-        tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out)))
+        tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out, out)))
         words = [tensor.data_ptr() for tensor in tensors]
 
         def changing() -> dict[str, Any]:

@@ -3,11 +3,11 @@ them.
 
 For a reduce-scatter whose matmul is one of cuBLAS for each rank's rows
 (``ops/matmul/shards_by_cublas.py``): copy engines send the product for one rank while cuBLAS
-computes the next. This kernel is queued after the product for the own rows, which is stored in the
-own place of the own slot.
+computes the next. This kernel is queued after the product for the own rows.
 
     slot   [R, m, N]   one of two, by the host's count of calls; place s is rank s's partial sum of
-                       this rank's rows, where no other rank writes
+                       this rank's rows, where no other rank writes; the own place is not used
+    own    [m, N]      this rank's partial sum of them
     out    [m, N]      their sum in rank order in fp32, plus bias, rounded once
 
 =====================  =====  ====================================  ==============================
@@ -58,6 +58,7 @@ BLOCK = 2048
 @triton.jit(do_not_specialize=["rank"])
 def sum_shards_kernel(
     slot,
+    own,
     bias,
     out,
     peers,
@@ -80,6 +81,7 @@ def sum_shards_kernel(
         acc = tl.zeros((BLOCK,), tl.float32)
         for source in tl.static_range(WORLD_SIZE):
             part = slot + tl.cast(size, tl.int64) * source
+            part = tl.where(source == rank, own, part)
             acc += tl.load(part + at, mask=at < size, other=0.0).to(tl.float32)
         if HAS_BIAS:
             acc += tl.load(bias + at % cols, mask=at < size, other=0.0).to(tl.float32)
@@ -94,20 +96,25 @@ def sum_shards_kernel(
 def sum_launcher(
     peers: Peers, world_size: int, rank: int, rows: int, cols: int, programs: int
 ) -> Launcher:
-    """Launches for a result [rows, cols], called with the slot of the call, bias or None, and
-    out."""
+    """Launches for a result [rows, cols], called with the slot of the call, the own partial sum,
+    bias or None, and out."""
     size = rows * cols
 
-    def pack(slot: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Call:
+    def pack(
+        slot: torch.Tensor, own: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> Call:
         added = out if bias is None else bias
-        words = slot.data_ptr(), added.data_ptr(), out.data_ptr()
+        words = slot.data_ptr(), own.data_ptr(), added.data_ptr(), out.data_ptr()
 
         def changing() -> dict[str, Any]:
-            return {"slot": slot, "bias": added, "out": out, "HAS_BIAS": bias is not None}
+            named = {"slot": slot, "own": own, "bias": added, "out": out}
+            return {**named, "HAS_BIAS": bias is not None}
 
         return Call((bias is None, *(word % 16 == 0 for word in words)), words, changing)
 
     fixed = {"peers": peers, "rank": rank, "size": size, "cols": cols}
     fixed |= {"WORLD_SIZE": world_size, "BLOCK": BLOCK}
     count = min(programs, cdiv(size, BLOCK))
-    return Launcher(sum_shards_kernel, count, fixed, pack, ("slot", "bias", "out"), num_warps=8)
+    return Launcher(
+        sum_shards_kernel, count, fixed, pack, ("slot", "own", "bias", "out"), num_warps=8
+    )

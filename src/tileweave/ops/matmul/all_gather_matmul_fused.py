@@ -118,9 +118,9 @@ def run_scaled(
     )
     capturing = instance.begin(chosen.checksum)
     slot = copy_slot(instance)
-    everyone = call.scales[slot]
-    everyone[instance.transport.rank].copy_(scale)
-    scales = (everyone, of_w)
+    own = call.scales[-1]
+    own.copy_(scale)
+    scales = (call.scales[slot], own, of_w)
     kernel = partial(launch, data, w, product.bias, out, None, slot, None, scales)
     push_with_launch(instance, kernel, call.copies[slot], source, capturing)
     return out
@@ -216,7 +216,8 @@ class _FusedCall:
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaled: _Scaled | None = None
-    scales: tuple[torch.Tensor, ...] = ()  # per slot, of all ranks: [R, those of a shard]
+    # per slot, of all ranks: [R, those of a shard]; then where copy engines read the own ones
+    scales: tuple[torch.Tensor, ...] = ()
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
@@ -291,9 +292,12 @@ def _fused_call(
                 .view(parts.world_size, *scaled.shape)
                 for begin in (0, instance.slot_bytes)
             )
+            with torch.inference_mode(False):  # later calls write to it
+                scales += (torch.empty(scaled.shape, device=x.device),)
         if config.transport == "copy_engine":
             gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
             nbytes = 0 if scaled is None else scaled.nbytes
+            own = scales[-1].data_ptr() if scales else 0
             copies = tuple(
                 _copies(
                     instance,
@@ -302,7 +306,7 @@ def _fused_call(
                     parts,
                     x.element_size(),
                     slot,
-                    (data_bytes + parts.rank * nbytes, nbytes),
+                    (own, data_bytes + parts.rank * nbytes, nbytes),
                 )
                 for slot in (0, 1)
             )
@@ -336,14 +340,14 @@ def _copies(
     parts: Parts,
     itemsize: int,
     slot: int,
-    scales: tuple[int, int],
+    scales: tuple[int, int, int],
 ) -> Copies:
     """Chunks of this rank's shard, or of its parts, to all peers in turn, each followed by a
     signal.
 
     The last is a signal to this rank itself. ``gate``: the counter that holds copies back until all
-    ranks are in this call. ``scales``: (place in the slot, number) of the bytes of this rank's
-    scales, which peers get at the same place; no bytes: none.
+    ranks are in this call. ``scales``: (address, place in the slots of peers, bytes) of this rank's
+    scales; no bytes: none.
     """
     rank, size = parts.rank, parts.world_size
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
@@ -371,10 +375,9 @@ def _copies(
                     source_pitch=pitch,
                 )
             )
-        if scales[1]:
-            at = slot * instance.slot_bytes + scales[0]
-            own = instance.slot_addresses[rank] + at
-            copies.append(Copy(instance.slot_addresses[peer] + at, own, scales[1]))
+        if scales[2]:
+            at = slot * instance.slot_bytes + scales[1]
+            copies.append(Copy(instance.slot_addresses[peer] + at, scales[0], scales[2]))
         copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))
     copies.append(instance.signal_copy(rank, instance.layout.pushed))
     copies[0] = replace(copies[0], counter=gate, count=1)

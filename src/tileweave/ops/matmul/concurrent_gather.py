@@ -6,8 +6,8 @@ with a kernel that fills the device and waits for peers (decision 0020); copy en
 arrives stays in symmetric memory, where matmuls read it: decisions 0020, 0016.
 
 A shard may have several parts, which arrive under one signal: FP8 data, and its scales. The first
-is read where it is. The others, which are small, are first copied to the own place of the own
-slot, from where copy engines send them; no peer writes there.
+is sent from where it is. The others, which are small, are first copied to memory of the call, since
+copies know one address that changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GatherCall:
     slots: tuple[torch.Tensor, ...]  # [R m, K] each, of the first part
     # per slot: (rank, the parts of its shard) of all peers, by order of arrival
     shards: tuple[tuple[tuple[int, Tensors], ...], ...]
-    own: tuple[Tensors, ...]  # per slot: places of the own parts after the first
+    staged: Tensors  # where copy engines read the own parts after the first
     copies: tuple[Copies, ...]
     checksum: int
     launches: ShardLaunches
@@ -149,7 +149,7 @@ def begin(instance: Instance, call: GatherCall, x: Tensors, checksum: int = 0) -
     capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    for place, part in zip(call.own[slot], x[1:], strict=True):
+    for place, part in zip(call.staged, x[1:], strict=True):
         place.copy_(part)
     instance.transport.push(call.copies[slot], x[0].data_ptr(), QUEUE, None, capturing)
     instance.calls += 1
@@ -191,7 +191,10 @@ def _prepare(instance: Instance, x: Tensors, key: object) -> GatherCall:
             for begin, nbytes, part in zip(begins, each, x, strict=True)
         )
 
-    slots, shards, own, pushes = [], [], [], []
+    with torch.inference_mode(False):  # later calls write to them
+        staged = tuple(torch.empty_like(part) for part in x[1:])
+    sources = [0, *(part.data_ptr() for part in staged)]
+    slots, shards, pushes = [], [], []
     for slot in (0, 1):
         begin = slot * instance.slot_bytes
         whole = instance.slots[begin : begin + size * each[0]].view(first.dtype)
@@ -199,13 +202,11 @@ def _prepare(instance: Instance, x: Tensors, key: object) -> GatherCall:
         shards.append(
             tuple((source, parts_of(slot, source)) for source in arrival_order(rank, size)[1:])
         )
-        own.append(parts_of(slot, rank)[1:])
         copies = []
         for peer in push_order(rank, size):
             for part, nbytes in enumerate(each):
-                at = place(slot, part, rank)
-                source = instance.slot_addresses[rank] + at if part else 0
-                copies.append(Copy(instance.slot_addresses[peer] + at, source, nbytes))
+                target = instance.slot_addresses[peer] + place(slot, part, rank)
+                copies.append(Copy(target, sources[part], nbytes))
             copies.append(instance.signal_copy(peer, instance.layout.data(rank)))
         copies.append(instance.signal_copy(rank, instance.layout.pushed))
         pushes.append(Copies(copies))
@@ -218,7 +219,7 @@ def _prepare(instance: Instance, x: Tensors, key: object) -> GatherCall:
         peers,
         tuple(slots),
         tuple(shards),
-        tuple(own),
+        staged,
         tuple(pushes),
         checksum_of(described),
         launches,

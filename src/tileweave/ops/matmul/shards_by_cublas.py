@@ -50,21 +50,19 @@ class ShardSums(NamedTuple):
         transport, rank, rows = instance.transport, instance.transport.rank, out.shape[0]
         capturing = instance.begin(checksum)
         slot = copy_slot(instance)
-        count, elements = instance.world_size - 1, out.numel()
+        count = instance.world_size * out.numel()
         if capturing:
-            staging = out.new_empty(count * elements)
+            staging = out.new_empty(count)
         else:  # always the same memory, since graphs of copies have its address
-            nbytes = count * elements * out.element_size()
-            staging = instance.scratch(nbytes).view(out.dtype)[: count * elements]
-        staged = staging.view(count, *out.shape)
+            staging = instance.scratch(count * out.element_size()).view(out.dtype)[:count]
+        staged = staging.view(instance.world_size, *out.shape)  # the own product comes last
         await_frozen_slot(instance, self.peers)
         try:
             for at, (owner, copies) in enumerate(self.copies[slot]):
                 product(product.rows_of(x, owner * rows, rows), staged[at])
                 transport.push(copies, staging.data_ptr(), QUEUE, None, capturing)
-            own = self.slots[slot][rank]
-            product(product.rows_of(x, rank * rows, rows), own)
-            self.launch(self.slots[slot], bias, out)
+            product(product.rows_of(x, rank * rows, rows), staged[-1])
+            self.launch(self.slots[slot], staged[-1], bias, out)
             instance.calls += 1
             CALL.posted = False  # the call has been made
         finally:
