@@ -61,7 +61,7 @@ if _TYPE_CHECKING:
     from tileweave import parallel as parallel
     from tileweave.parallel import parallelize as parallelize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # Names of all operators: a view, which also shows operators that are registered later.
 OPERATORS = _SPECS.keys()
 

@@ -24,7 +24,7 @@ from tests.explore.partitions import found_in_partitions
 
 from tileweave import OPERATORS
 from tileweave.errors import InputError
-from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
+from tileweave.explore.fuzz import COSTS, STRATEGIES, _replay, _scenarios, fuzz, pool, replay
 
 ROOT = Path(__file__).parents[2]
 INTERLEAVINGS = 5000  # in every run of the tests; `make fuzz` explores twenty times as many
@@ -46,6 +46,10 @@ def test_there_are_enough_mutants() -> None:
 def test_documents_state_the_number_of_mutants(name: str) -> None:
     said = re.findall(r"(\d+) planted faults", (ROOT / name).read_text("utf-8"))
     assert said == [str(len(MUTANTS))]
+
+
+def test_costs_are_those_of_scenarios(worker: Executor) -> None:
+    assert set(COSTS) <= set(worker.submit(_scenarios, "").result())
 
 
 def test_each_operator_once(worker: Executor) -> None:

@@ -23,6 +23,8 @@ try:
     import typer
 
     from tileweave.bench.console import console
+    from tileweave.commands.options import Device, World, place
+    from tileweave.commands.report import report
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise
@@ -39,11 +41,6 @@ app = typer.Typer(
 STAMPED = tuple(name for name, spec in SPECS.items() if spec.traced == "stamps")
 WATCHED = tuple(name for name, spec in SPECS.items() if spec.traced == "waits")
 WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
-World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
-Device = Annotated[
-    Literal["auto", "cuda", "cpu"],
-    typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels."),
-]
 
 
 def _operator(name: str) -> str:
@@ -55,12 +52,20 @@ def _operator(name: str) -> str:
     return name
 
 
-def _place(device: str, world: int | None) -> tuple[DeviceType, int]:
-    """The kind of device to run on, and the number of ranks."""
-    kind: DeviceType = (
-        default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
-    )
-    return kind, default_world_size(kind, world)
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -114,7 +119,7 @@ def demo(
     from tileweave.commands.demo import closing, table_of
     from tileweave.commands.demo import demo as run
 
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     need_kernels("tileweave demo", kind)
     folder_for(out)
     screen = console()
@@ -176,7 +181,7 @@ def check(
 ) -> None:
     """Check the operators against fp32 on this machine: shapes, late ranks, two groups, CUDA
     graphs."""
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     need_kernels("tileweave check", kind)
     if stress:
         calls = calls or (100_000 if kind == "cuda" else 40)
@@ -468,7 +473,7 @@ def tune(
             "asked: to tune; allowed: on two GPUs or more, since interpreted kernels have no "
             "meaningful time; remedy: run it there, or try the command with --device cpu"
         )
-    kind, size = _place(device, world if tp is None else tp)
+    kind, size = place(device, world if tp is None else tp)
     need_kernels("tileweave tune", kind)
     file_for(json)
     outcome = launch(
@@ -513,8 +518,9 @@ def trace(
     from tileweave.bench.cases import Case
     from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
+    from tileweave.profile.trace import in_words
 
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     allowed, remedy = (
         f"one of {', '.join((*STAMPED, *WATCHED))}",
         "name one of these: kernels of other operators have no stamps",
@@ -539,6 +545,8 @@ def trace(
         return
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
+    for line in in_words(found):
+        screen.print(line, markup=False, soft_wrap=True)
     if not found.events:
         none = (
             f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; "
@@ -625,6 +633,9 @@ def fuzz(
         f"{report.interleavings} interleavings, {report.distinct} of them distinct, "
         f"{report.steps} scheduling points, {report.seconds:.0f} s: nothing wrong"
     )
+
+
+app.command()(report)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,24 @@ _NUMPY = {
 }
 _ARRAYS = (np.ndarray, np.generic)
 _POINTER = tl.pointer_type
+_CONSTEXPR = tl.constexpr
+_INT64 = np.dtype(np.int64)
 _TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
 
 
 class Block:
-    """``data`` is an array or a numpy scalar. Pointers are int64 addresses."""
+    """``data`` is an array or a numpy scalar, which is never changed. Pointers are int64 addresses.
+    ``special``: Triton's type where the array has another one, as of pointers."""
 
-    __slots__ = ("data", "dtype")
+    __slots__ = ("data", "special")
 
-    def __init__(self, data: Any, dtype: tl.dtype | None = None) -> None:
+    def __init__(self, data: Any, special: tl.dtype | None = None) -> None:
         self.data = data
-        self.dtype = _TRITON[data.dtype] if dtype is None else dtype
+        self.special = special
+
+    @property
+    def dtype(self) -> tl.dtype:
+        return _TRITON[self.data.dtype] if self.special is None else self.special
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +69,7 @@ class Block:
             if isinstance(where, tuple)
             else where
         )
-        return Block(self.data[where], self.dtype)
+        return Block(self.data[where], self.special)
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
         dtype = plain(dtype)
@@ -80,7 +88,7 @@ class Block:
             self.data.T
             if len(axes) <= 2 and self.data.ndim == 2
             else np.transpose(self.data, axes),
-            self.dtype,
+            self.special,
         )
 
     T = property(trans)
@@ -92,10 +100,10 @@ class Block:
         return int(self.data)
 
     def __neg__(self) -> Block:
-        return Block(-self.data, self.dtype)
+        return Block(-self.data, self.special)
 
     def __invert__(self) -> Block:
-        return Block(~self.data, self.dtype)
+        return Block(~self.data, self.special)
 
     def __getattr__(self, name: str) -> Any:
         """Other methods of ``tl.tensor``, by Triton's interpreter."""
@@ -132,7 +140,7 @@ def from_triton(value: Any) -> Any:
         data = data.astype(np.int64)
     if not kind.is_block():
         data = data.reshape(-1)[0]
-    return Block(data, dtype)
+    return Block(data, special(dtype))
 
 
 def long_way(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,41 +177,58 @@ def _floor_to_zero(a: Any, b: Any) -> Any:
     )[()]
 
 
+def special(dtype: Any) -> tl.dtype | None:
+    """``dtype`` for a block: None where its array has that type, too."""
+    return None if dtype in _NUMPY else dtype
+
+
+def _other(self: Block, other: Any) -> Any:
+    """The second operand of ``self`` for numpy. The most frequent cases first, and without a call
+    of a scalar's own methods, which are slow."""
+    kind = type(other)
+    if kind is _CONSTEXPR:
+        other = other.value
+        kind = type(other)
+    if kind is Scalar or kind is int:
+        number = int(other)
+        return number if -(2**31) <= number < 2**31 else np.int64(number)
+    return _values(self, from_triton(other) if isinstance(other, tl.tensor) else other)[1]
+
+
 def _binary(
     function: Callable[[Any, Any], Any], swapped: bool = False
 ) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
-        kind = type(other)
-        if kind is Block:  # the most frequent cases first
-            a, b = self.data, other.data
-        elif kind is Scalar and -(2**31) <= other < 2**31:
-            a, b = self.data, int(other)
-        else:
-            a, b = _values(self, from_triton(other) if isinstance(other, tl.tensor) else other)
-        return Block(function(b, a) if swapped else function(a, b))
+        return Block(
+            function(self.data, other.data if type(other) is Block else _other(self, other))
+        )
 
-    return method
+    def swapped_method(self: Block, other: Any) -> Block:
+        return Block(
+            function(other.data if type(other) is Block else _other(self, other), self.data)
+        )
+
+    return swapped_method if swapped else method
 
 
 def _shift_pointer(sign: int, function: Callable[[Any, Any], Any]) -> Callable[[Block, Any], Block]:
-    plain_method = _binary(function)
-
     def method(self: Block, other: Any) -> Block:
-        kind = type(other)
-        theirs = other.dtype if kind is Block else None
-        if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most frequent
-            return (
-                Block(function(self.data, other.data))
-                if kind is Block
-                else plain_method(self, other)
-            )
-        if self.dtype.is_ptr():
-            size = _element_bytes(self.dtype)
-            if kind is Scalar:
-                return Block(self.data + sign * size * int(other), self.dtype)
-            offset = other.data if theirs is not None else _values(other, 0)[0]
-            return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
-        return method(other, self)
+        mine = self.special
+        if type(other) is not Block:
+            if type(mine) is not _POINTER:
+                return Block(function(self.data, _other(self, other)))
+            offset = _other(self, other)
+            if type(offset) is int:
+                return Block(self.data + sign * _element_bytes(mine) * offset, mine)
+        else:
+            if type(mine) is not _POINTER:
+                if type(other.special) is not _POINTER:
+                    return Block(function(self.data, other.data))
+                return method(other, self)
+            offset = other.data
+        if offset.dtype is not _INT64:
+            offset = offset.astype(_INT64)
+        return Block(self.data + sign * _element_bytes(mine) * offset, mine)
 
     return method
 
@@ -261,20 +286,34 @@ def instead(other: Any) -> Any:
 
 def places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Addresses in the type that the interpreter uses, and their mask."""
-    places = np.atleast_1d(pointer.data).astype(np.uint64)
+    data = pointer.data
+    places = data.view(np.uint64) if data.ndim else np.array([data], np.uint64)
     mask = plain(mask)
     if mask is None:
-        return places, np.ones(places.shape, np.bool_)
-    return places, np.full(
-        places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_
-    )
+        return places, everywhere(places.shape)
+    inside = mask.data if isinstance(mask, Block) else bool(mask)
+    if type(inside) is np.ndarray and inside.shape == places.shape and inside.dtype == np.bool_:
+        return places, inside
+    return places, np.full(places.shape, inside, np.bool_)
+
+
+@lru_cache(maxsize=512)
+def everywhere(shape: tuple[int, ...]) -> np.ndarray:
+    """The mask of a load or store without one."""
+    return np.ones(shape, np.bool_)
+
+
+@lru_cache(maxsize=512)
+def nothing(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
+    """What loads give outside of their mask, if nothing else is said."""
+    return np.zeros(shape, kind)
 
 
 # --- Functions of Triton's language ---
 
 
 def _arange(start: Any, end: Any) -> Block:
-    return Block(np.arange(plain(start), plain(end), dtype=np.int32), tl.int32)
+    return Block(np.arange(plain(start), plain(end), dtype=np.int32))
 
 
 def _full(shape: Any, value: Any, dtype: Any) -> Any:
@@ -283,7 +322,7 @@ def _full(shape: Any, value: Any, dtype: Any) -> Any:
         return from_triton(
             to_triton(Block(np.full(_shape(shape), _values(value, 0)[0], np.float32))).to(dtype)
         )
-    return Block(np.full(_shape(shape), _values(value, 0)[0], _NUMPY[dtype]), dtype)
+    return Block(np.full(_shape(shape), _values(value, 0)[0], _NUMPY[dtype]))
 
 
 def _zeros(shape: Any, dtype: Any) -> Any:
@@ -314,6 +353,8 @@ def _cast(value: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: boo
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     condition = plain(condition)
+    if type(condition) is Block and type(x) is Block and type(y) is Block and x.special is None:
+        return Block(np.where(condition.data, x.data, y.data), y.special)
     if isinstance(condition, (bool, np.bool_, Truth)):
         chosen = x if condition else y
         if type(x) is Block and type(y) is Block and x.data.shape == y.data.shape:
@@ -355,13 +396,13 @@ def _extreme(
 
 def _dot(a: Block, b: Block, acc: Block | None = None, **_: Any) -> Block:
     product = np.matmul(a.data, b.data, dtype=np.float32)
-    return Block(product if acc is None else acc.data + product, tl.float32)
+    return Block(product if acc is None else acc.data + product)
 
 
 def _broadcast_to(value: Any, *shape: Any) -> Block:
     wanted = _shape(shape[0] if len(shape) == 1 else shape)
     value = value if isinstance(value, Block) else Block(np.asarray(value, np.int32))
-    return Block(np.broadcast_to(value.data, wanted), value.dtype)
+    return Block(np.broadcast_to(value.data, wanted), value.special)
 
 
 def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,7 +434,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "maximum": _extreme(np.maximum, max),
     "broadcast_to": _broadcast_to,
     "zeros_like": lambda like: (
-        Block(np.zeros_like(like.data), like.dtype) if isinstance(like, Block) else Scalar(0)
+        Block(np.zeros_like(like.data), like.special) if isinstance(like, Block) else Scalar(0)
     ),
     "multiple_of": _same,
     "max_contiguous": _same,

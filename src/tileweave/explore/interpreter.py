@@ -39,6 +39,8 @@ TORN = 3  # every third store to shared memory arrives in two parts, one of them
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
 _NATIVE = triton_interpreter._interpreter
+_POINTER = tl.pointer_type
+_LEAST, _MOST = np.minimum.reduce, np.maximum.reduce  # the methods of arrays are slower
 
 
 @contextmanager
@@ -213,21 +215,23 @@ class Hooks(interpreted.HostMemory):
         volatile: Any = False,
     ) -> Any:
         """``tl.load`` of blocks."""
-        dtype = pointer.dtype.element_ty
-        kind, size = _kind(dtype)
+        kind, size, special = _kind(pointer.special.element_ty)
         # most often
         if not pointer.data.ndim and size and (one := blocks.is_one(mask)) is not None:
             if not one:
-                return Block(np.full(1, blocks.instead(other), kind)[0], dtype)
+                return Block(np.full(1, blocks.instead(other), kind)[0], special)
             address = int(pointer.data)
             self._read_one(address, size, bool(blocks.plain(volatile)))
-            return Block(np.frombuffer(ctypes.string_at(address, size), kind)[0], dtype)
+            return Block(np.frombuffer(ctypes.string_at(address, size), kind)[0], special)
         places, inside = blocks.places(pointer, mask)
-        self._read(places if inside.all() else places[inside], size, bool(blocks.plain(volatile)))
-        data = _NATIVE.load(
-            places, inside, np.full(places.shape, blocks.instead(other), kind), kind
-        )
-        return Block(data if pointer.data.ndim else data[0], dtype)
+        whole = mask is None or np.count_nonzero(inside) == inside.size
+        self._read(places if whole else places[inside], size, bool(blocks.plain(volatile)))
+        if whole or other is None:
+            outside = blocks.nothing(places.shape, kind)
+        else:
+            outside = np.full(places.shape, blocks.instead(other), kind)
+        data = _NATIVE.load(places, inside, outside, kind)
+        return Block(data if pointer.data.ndim else data[0], special)
 
     def word_store(
         self,
@@ -239,14 +243,14 @@ class Hooks(interpreted.HostMemory):
         eviction_policy: Any = "",
     ) -> None:
         """``tl.store`` of blocks."""
-        dtype = pointer.dtype.element_ty
+        dtype = pointer.special.element_ty
         if mask is not None and not pointer.data.ndim and blocks.is_one(mask) is False:
             return
         places, inside = blocks.places(pointer, mask)
         value = blocks.plain(value)
         if isinstance(value, Block):
-            value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
-        kind, size = _kind(dtype)
+            value = value.to(dtype).data if type(value.special) is not _POINTER else value.data
+        kind, size, _ = _kind(dtype)
         data = np.full(places.shape, value, kind)
         self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
 
@@ -272,13 +276,13 @@ class Hooks(interpreted.HostMemory):
         """A load from these addresses is about to happen."""
         if not active.size:
             return
-        me, world = self._me(), self.world
+        memory = self.world.memory
         low, high = _span(active, size)
-        if not world.memory.has(low, high):
-            for part in world.memory.apart(active, size, me.name):
+        region = memory.find(low, high)
+        if region is None:
+            for part in memory.apart(active, size, self._me().name):
                 self._read(part, size, volatile)
             return
-        region = world.memory.region(low, high, me.name)
         if region.writer is not None:  # a kernel stores there
             self._read_cells(
                 region, low, high, region.cells(active), active.tobytes() if volatile else None
@@ -312,9 +316,10 @@ class Hooks(interpreted.HostMemory):
     ) -> None:
         """``store(mask)`` stores to some of these addresses; it is called when the store
         arrives."""
-        active = places[inside]
-        if not active.size:
+        count = np.count_nonzero(inside)
+        if not count:
             return
+        active = places if count == inside.size else places[inside]
         me, world = self._me(), self.world
         low, high = _span(active, size)
         region = world.memory.region(low, high, me.name)
@@ -449,16 +454,21 @@ def _set_grid(task: Task) -> None:
     _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
 
 
-_KINDS: dict[int, tuple[tl.dtype, np.dtype, int]] = {}
+_KINDS: dict[int, tuple[tl.dtype, np.dtype, int, tl.dtype | None]] = {}
 
 
-def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
-    """numpy's type and bytes of an element. Cached by identity, because hashing Triton's types is
-    slow."""
+def _kind(dtype: tl.dtype) -> tuple[np.dtype, int, tl.dtype | None]:
+    """numpy's type of an element, its bytes, and what a block says of it. Cached by identity,
+    because hashing Triton's types is slow."""
     found = _KINDS.get(id(dtype))
     if found is None:
         kind = np.dtype(triton_interpreter._get_np_dtype(dtype))
-        found = _KINDS[id(dtype)] = (dtype, kind, dtype.primitive_bitwidth // 8)
+        found = _KINDS[id(dtype)] = (
+            dtype,
+            kind,
+            dtype.primitive_bitwidth // 8,
+            blocks.special(dtype),
+        )
     return found[1:]
 
 
@@ -467,4 +477,4 @@ def _span(active: np.ndarray, size: int) -> tuple[int, int]:
     if active.size == 1:
         low = int(active.flat[0])
         return low, low + size
-    return int(active.min()), int(active.max()) + size
+    return int(_LEAST(active, axis=None)), int(_MOST(active, axis=None)) + size

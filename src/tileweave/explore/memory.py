@@ -51,7 +51,7 @@ class Region:
     shared: bool = False
     writer: np.ndarray | None = None  # int16 per cell: component of the last writer, -1: none
     written: np.ndarray | None = None  # int32 per cell: the clock of that component
-    reads: np.ndarray | None = None  # int32 [cell, component]: clock of the last read
+    reads: np.ndarray | None = None  # int32 [component, cell]: clock of the last read
     # int32 per cell: serial of the last store, and of the last one that has arrived
     issued: np.ndarray | None = None
     arrived: np.ndarray | None = None
@@ -67,7 +67,7 @@ class Region:
         self.observer = np.full(cells, -1, np.int16)
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.int32)
-        self.reads = np.zeros((cells, components), np.int32)
+        self.reads = np.zeros((components, cells), np.int32)
         self.last_read, self.last_written = (
             np.zeros(components, np.int32),
             np.zeros(components, np.int32),
@@ -162,8 +162,12 @@ class Memory:
         return region
 
     def has(self, start: int, end: int) -> bool:
+        return self.find(start, end) is not None
+
+    def find(self, start: int, end: int) -> Region | None:
+        """The region that has all of [start, end), if one has."""
         at = bisect.bisect_right(self._starts, start) - 1
-        return at >= 0 and self._regions[at].end >= end
+        return self._regions[at] if at >= 0 and self._regions[at].end >= end else None
 
     def apart(self, places: np.ndarray, size: int, task: str) -> Iterator[np.ndarray]:
         """Addresses of elements of ``size`` bytes, split by region: rows may be gathered from
@@ -219,13 +223,14 @@ class Memory:
                 region.written.item(cells) > clock.item(writer) if writer >= 0 else region.shared
             )
         else:
-            wrong = (region.last_written > clock).any() or (
-                region.shared and (region.writer[cells] < 0).any()
+            # numpy counts faster than it says whether there are any
+            wrong = np.count_nonzero(region.last_written > clock) or (
+                region.shared and np.count_nonzero(region.writer[cells] < 0)
             )
         if wrong:
             self._refuse_read(task, region, cells)
         now = clock.item(task.component)
-        region.reads[cells, task.component] = now
+        region.reads[task.component][cells] = now
         region.last_read[task.component] = now
 
     def _refuse_read(self, task: Writer, region: Region, cells: Cells) -> None:
@@ -265,7 +270,9 @@ class Memory:
         assert region.last_read is not None and region.last_written is not None, "watched"
         clock, me = task.clock, task.component
         # Nothing in the region is newer than what this writer knows: most often.
-        if (region.last_written > clock).any() or (region.last_read > clock).any():
+        if np.count_nonzero(region.last_written > clock) or np.count_nonzero(
+            region.last_read > clock
+        ):
             self._refuse_write(task, region, cells)
         now = clock.item(me)
         region.writer[cells] = me
@@ -293,7 +300,7 @@ class Memory:
                 late,
                 writer,
             )
-        unread = region.reads[cells] > task.clock
+        unread = task.clock < region.reads[:, cells].T
         if unread.any():
             reader = unread.argmax(axis=-1)
             text = "which nothing orders after the read by"

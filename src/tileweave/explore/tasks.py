@@ -9,6 +9,7 @@ timeout.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -83,6 +84,8 @@ class Tasks:
 
     def __post_init__(self) -> None:
         self._hub = greenlet.getcurrent()
+        # those that run, wait, or have stores on their way, in the order of ``tasks``
+        self.active: list[Task] = []
         self.failure: Violation | None = None  # the first one, which ends all tasks
         self.on_enter: Callable[[Task], None] = lambda task: None
         self.memory.arrived, self.memory.fail = self._wake, self.fail
@@ -106,11 +109,19 @@ class Tasks:
         task.patience, task.patient = 0, False
         task.thread = greenlet.greenlet(lambda: self._body(task, body), self._hub)
         task.state = "ready"
+        if not task.pending:  # else it is among them
+            bisect.insort(self.active, task, key=lambda other: other.component)
 
     def _body(self, task: Task, body: Callable[[], None]) -> None:
         body()
         task.state = "idle"
-        if task.on_drained is not None and not task.pending:
+        if not task.pending:
+            self._retire(task)
+
+    def _retire(self, task: Task) -> None:
+        """``task`` is idle, and so are its stores."""
+        self.active.remove(task)
+        if task.on_drained is not None:
             task.on_drained(task)
 
     def run(self) -> None:
@@ -201,10 +212,10 @@ class Tasks:
         """The task that the strategy chooses, after the stores that it lets arrive; None when all
         are idle."""
         while True:
-            ready = [t for t in self.tasks if t.state == "ready"]
-            dirty = [t for t in self.tasks if t.pending]
+            ready = [t for t in self.active if t.state == "ready"]
+            dirty = [t for t in self.active if t.pending]
             if not ready and not dirty:
-                if all(t.state == "idle" for t in self.tasks):
+                if not self.active:
                     return None
                 if not self._stuck():
                     continue
@@ -223,12 +234,12 @@ class Tasks:
         store = self.memory.arrive(task, at)
         if self.recording:
             self.events.append(Event(self.step, task.name, "arrives", store.low, store.high))
-        if task.on_drained is not None and task.state == "idle" and not task.pending:
-            task.on_drained(task)
+        if task.state == "idle" and not task.pending:
+            self._retire(task)
 
     def _wake(self, low: int, high: int) -> None:
         """Bytes [low, high) have changed."""
-        for task in self.tasks:
+        for task in self.active:
             if not task.polled and task.state != "parked":  # most often
                 continue
             if task.polled and any(

@@ -46,8 +46,15 @@ def mark(value):
 
 @triton.jit
 def expected_zero(value):
-    """``value`` with plus zero for minus zero."""
-    return tl.where(value == 0, tl.zeros_like(value), value)
+    """``value`` with plus zero for minus zero.
+
+    By its bits: the interpreter compares numbers of bfloat16 by theirs.
+    """
+    if value.dtype.primitive_bitwidth == 16:
+        is_zero = (value.to(tl.int16, bitcast=True) & 0x7FFF) == 0
+    else:
+        is_zero = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
+    return tl.where(is_zero, tl.zeros_like(value), value)
 
 
 @triton.jit

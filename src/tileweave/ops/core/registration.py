@@ -198,6 +198,14 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
         embedding_bag_all_to_all:
             the arguments of a call, with the largest batch.
 
+    tune : bool, optional
+        For matmul operators: first measure which plan is fastest for each size that was not tuned
+        before, and use it from now on. That takes about a second per size, and longer where kernels
+        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
+        the extra ``tileweave[cli]``. Default False.
+
+    Other Parameters
+    ----------------
     group : ProcessGroup, DeviceMesh or str, optional
         For all operators. None: the default group.
 
@@ -210,12 +218,6 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
 
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.
-
-    tune : bool, optional
-        For matmul operators: first measure which plan is fastest for each size that was not tuned
-        before, and use it from now on. That takes about a second per size, and longer where kernels
-        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
-        the extra ``tileweave[cli]``. Default False.
 
     Returns
     -------

@@ -313,7 +313,7 @@ class Accepted(Plan[MatmulConfig]):
     """
 
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
-    ready: dict[object, tuple[int, Instance, Any]] = field(
+    ready: dict[object, tuple[int, Instance, list[Any]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -336,9 +336,9 @@ def ready(
         return make(workspace_of(group_name, x.device), x, *more)
     found = chosen.ready.get(key)
     if found is not None and found[0] == found[1].version:
-        return found[1], found[2]
+        return found[1], found[2][0]
     instance, made = make(chosen.workspace, x, *more)
-    chosen.ready[key] = instance.version, instance, made
+    chosen.ready[key] = instance.version, instance, instance.until_memory_moves(made)
     return instance, made
 
 
