@@ -101,7 +101,7 @@ def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
         launch = plain.launcher(peers, schedule, config, None, scaled)
     compiled = compile_one(lambda: launch(x, w, None, out, None, 0, None, scales), TARGET)
     assert compiled.fits_shared, compiled.shared_bytes
-    assert compiled.spills is not None and compiled.spills <= 64
+    assert compiled.spills is not None and compiled.spills <= STACK
     shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"
     assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
     # scales that peers wrote come from L2
