@@ -267,5 +267,21 @@ def compiled(me: Member) -> None:
     dist.barrier()
 
 
+def warmed(me: Member) -> None:
+    """A warmup makes the calls that it is asked for, and says what they do."""
+    options: dict[str, dict[str, Any]] = {AG: {}, RS: {}, AR: {"norm": True}}
+    for op, more in options.items():
+        for dtype, scaling in ((FP8, "row"), (FP8, "block"), (torch.bfloat16, "row")):
+            more |= {"dtype": dtype, "scaling": scaling, "device": "cpu"}
+            plans = tw.warmup(op, [8, 6], 32, 160, **more)
+            assert isinstance(plans, dict) and "FP8" in plans[8].reason, plans
+    with pytest.raises(InputError, match="scaling"):
+        tw.warmup(AG, 8, 32, 160, dtype=torch.bfloat16, scaling="tensor", device="cpu")
+
+
+def test_warmup(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(warmed)
+
+
 def test_compiled_and_explained(worlds: Worlds) -> None:
     worlds("gloo", 2).run(compiled)

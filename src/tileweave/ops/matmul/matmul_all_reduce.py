@@ -64,8 +64,10 @@ from tileweave.ops.matmul.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import (
     Rows,
     Warmed,
+    as_fp8,
     call_for_warmup,
     operands_for_warmup,
+    scales_for_warmup,
     warm_up,
 )
 from tileweave.planning.matmul import plan_matmul_all_reduce
@@ -425,6 +427,7 @@ def warmup(
     norm: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    scaling: str | None = None,
     device: torch.device | str | None = None,
     group: Group | None = None,
 ) -> Warmed:
@@ -432,19 +435,23 @@ def warmup(
     follow. Collective.
 
     ``norm``: for calls with residual and norm_weight, which have another kernel. ``backward``: also
-    run the backward.
+    run the backward. ``scaling``: of FP8 operands; see :func:`tileweave.warmup`.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    residual, weight = (x.new_zeros(x.shape[0], cols), x.new_ones(cols)) if norm else (None, None)
+    w = as_fp8(w, scaling)
+    made = torch.bfloat16 if x.dtype == fp8.FP8 else x.dtype
+    residual = x.new_zeros(x.shape[0], cols, dtype=made) if norm else None
+    weight = x.new_ones(cols, dtype=made) if norm else None
 
     def call(part: torch.Tensor, back: bool) -> None:
         own = None if residual is None else residual[: part.shape[0]]
-        call_for_warmup(
-            matmul_all_reduce, part, w, back, residual=own, norm_weight=weight, group=group
-        )
+        more = {"residual": own, "norm_weight": weight, **scales_for_warmup(part, w, scaling)}
+        call_for_warmup(matmul_all_reduce, part, w, back, group=group, **more)
 
-    size = rank_and_size(name_of(group))[1]
-    return warm_up(rows, x, call, lambda part: plan(part, w, size), backward, group)
+    def planned(part: torch.Tensor) -> Plan[MatmulConfig]:
+        return explain(part, w, group=group, **scales_for_warmup(part, w, scaling))
+
+    return warm_up(rows, x, call, planned, backward, group)
 
 
 SPEC = OperatorSpec(
