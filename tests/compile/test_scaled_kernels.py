@@ -23,6 +23,7 @@ from tests.compile.test_all_gather_kernels import (
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_reduce import collective
+from tileweave.kernels.all_reduce.norm import norm_quantize_launcher
 from tileweave.kernels.quantize import quantize_launcher
 from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
 from tileweave.planning.candidates import PLANNED
@@ -48,6 +49,16 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None
     ptx = compiled.ptx or ""
     assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx), "the cast of the tensor cores"
     assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
+def test_the_quantised_norm_keeps_a_row_in_registers(in_blocks: bool) -> None:
+    launch = norm_quantize_launcher(4, 8192, in_blocks)
+    y, data = torch.empty(4, 8192, dtype=torch.bfloat16), torch.empty(4, 8192, dtype=torch.uint8)
+    scale = torch.empty(64 if in_blocks else 1, 4)
+    compiled = compile_one(lambda: launch(y, y[0], 1e-6, data, scale), TARGET)
+    assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 255
+    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", compiled.ptx or "")
 
 
 def test_the_gather_of_two_parts_fits() -> None:

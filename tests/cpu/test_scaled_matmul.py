@@ -166,6 +166,42 @@ def test_shards_by_copy_engines(worlds: Worlds) -> None:
     worlds("gloo", 2).run(by_copy_engines)
 
 
+def quantized_norms(me: Member) -> None:
+    """quantize_out= is what the quantiser makes of the norm, whatever made the norm."""
+    for rows, kind, fp8 in product((5, 20), ("row", "block"), (False, True)):
+        case = Case(AR, rows, 144, 160, bias=True, norm=True)
+        given = operands(case, me.rank, rows)
+        if fp8:
+            named = {name: t for name, t in given.items() if name not in ("data", "scale")}
+        else:
+            x, w = numbers((rows, 160), 1, me.rank), numbers((144, 160), 2, me.rank)
+            named = {name: given[name] for name in ("bias", "residual", "norm_weight")}
+            named |= {"x": x.bfloat16(), "w": w.bfloat16()}
+        normed, kept = tw.matmul_all_reduce(**named)
+        data, scale, residual = tw.matmul_all_reduce(**named, quantize_out=kind)
+        want, want_scale = _in_torch(normed, kind)
+        assert torch.equal(residual, kept)
+        assert torch.allclose(scale, want_scale, rtol=1e-6), f"{rows} {kind} {fp8}"
+        got, numbers_of = data.float() * spread(scale, rows), want.float()
+        assert torch.equal(data.float(), numbers_of), f"{rows} {kind} {fp8}: other data"
+        assert (got - normed.float()).norm() < 0.05 * normed.float().norm()
+    with pytest.raises(InputError, match="norm_weight"):
+        tw.matmul_all_reduce(named["x"], named["w"], quantize_out="row", **scales_of(named))
+    tw.close()
+
+
+def spread(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    return scale.repeat_interleave(128, 1)[:, :144] if scale.shape[1] > 1 else scale
+
+
+def scales_of(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: named[name] for name in ("x_scale", "w_scale") if name in named}
+
+
+def test_quantized_norms(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(quantized_norms)
+
+
 def more_dimensions(me: Member) -> None:
     """x [B, s, K] gathered or scattered along either dimension."""
     size = me.world_size

@@ -94,9 +94,10 @@ def matmul_all_reduce(
     quantize: str | None = None,
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
+    quantize_out: str | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Multiply by this rank's columns of a weight and sum over ranks, on every rank.
 
     Optionally add a residual and normalise. bfloat16 and float16 on CUDA (float32 unfused), also
@@ -151,6 +152,11 @@ def matmul_all_reduce(
         With FP8 operands, for scales of tensors and rows: faster sums that tensor cores round to
         fewer bits than float32 has.
 
+    quantize_out : "row" or "block", optional
+        The norm becomes FP8, with a scale per row or per 128 columns: what ``tileweave.quantize``
+        makes of it. For the next layer in decoding. Needs ``norm_weight``; operands may have 16
+        bits or FP8. No gradients.
+
     out : [M, N] or [..., N], contiguous, optional
         Memory for the first result. Not with gradients.
 
@@ -164,6 +170,8 @@ def matmul_all_reduce(
     (normed, residual_out) : pair of [..., N]
         With ``norm_weight``: residual_out is that y, the residual of the next layer, and normed is
         RMSNorm(residual_out) * norm_weight, computed in float32 from the rounded residual_out.
+    (data, scale, residual_out) : [..., N], [..., 1] or [..., ceil(N/128)], [..., N]
+        With ``quantize_out``: normed as FP8 data and float32 scales.
 
     Raises
     ------
@@ -187,15 +195,18 @@ def matmul_all_reduce(
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.given:
+    if scaling.given or quantize_out is not None:
         call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, {})
         added = (bias, given, norm_weight, norm_eps)
-        found = fp8.all_reduce(call, added, flat_residual, name)
+        found = fp8.all_reduce(call, added, flat_residual, name, quantize_out or "")
         if out is not None:
             return out if residual_out is None else (out, residual_out)
         assert found is not None, "only the .out form returns nothing"
-        y, kept = found
+        y, scale, kept = found
         shape = (*x.shape[:-1], w.shape[0])
+        if quantize_out:
+            scale = scale if x.dim() == 2 else scale.reshape(*x.shape[:-1], -1)
+            return y.view(shape), scale, kept.view(shape)
         return (y.view(shape), kept.view(shape)) if normed else y.view(shape)
     if out is not None:
         _INTO_OUT(

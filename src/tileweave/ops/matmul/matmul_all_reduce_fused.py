@@ -71,11 +71,13 @@ def run_library(
     residual_out: torch.Tensor | None,
     group_name: str,
     chosen: Plan[MatmulConfig],
+    scale: torch.Tensor | None = None,
 ) -> None:
-    """A call whose matmul is ``product``, by cuBLAS. x: its parts, the first [M, k]."""
+    """A call whose matmul is ``product``, by cuBLAS. x: its parts, the first [M, k]. ``scale``:
+    with ``added.quantize``, gets the scales of ``out``."""
     made = ready(chosen, "library", group_name, _make_by_cublas, x[0], product, chosen.config)
     instance, call = made
-    call(instance, x, product, added, out, residual_out, chosen.checksum)
+    call(instance, x, product, added, out, residual_out, chosen.checksum, scale)
 
 
 def _make_by_cublas(

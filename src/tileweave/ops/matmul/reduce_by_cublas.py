@@ -15,7 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
-from tileweave.kernels.all_reduce.norm import norm_launcher
+from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.cublas import INSTANCE, Product, Tensors
@@ -30,6 +30,7 @@ class Added(NamedTuple):
     residual: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None
     norm_eps: float = 0.0
+    quantize: str = ""  # "row" or "block": the norm becomes FP8, with scales
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class MultiplyThenReduce:
 
     reduce: Launcher
     norm: Launcher
+    quantizers: dict[str, Launcher]
 
     def __call__(
         self,
@@ -48,9 +50,11 @@ class MultiplyThenReduce:
         out: torch.Tensor,
         residual_out: torch.Tensor | None = None,
         checksum: int = 0,
+        scale: torch.Tensor | None = None,
     ) -> None:
         """Store the sum in ``out``: [M, N], or this rank's rows [M / R, N] of it. With
-        ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum."""
+        ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum; with
+        ``added.quantize`` ``out`` gets its FP8 data (uint8), and ``scale`` their scales."""
         partial = product(x)
         sums = out if residual_out is None else residual_out
         instance.begin(checksum)
@@ -58,7 +62,10 @@ class MultiplyThenReduce:
             self.reduce(partial, sums, added.bias, added.residual)
         finally:
             instance.launched()
-        if added.norm_weight is not None:
+        if added.quantize:
+            launch = self.quantizers[added.quantize]
+            launch(sums, added.norm_weight, added.norm_eps, out, scale)
+        elif added.norm_weight is not None:
             self.norm(sums, added.norm_weight, added.norm_eps, out)
 
 
@@ -87,7 +94,7 @@ def _launchers(
     dtype: torch.dtype,
     own_rows: int,
     config: MatmulConfig,
-) -> tuple[Launcher, Launcher]:
+) -> tuple[Launcher, Launcher, dict[str, Launcher]]:
     transport, (rows, cols) = instance.transport, shape
     size, everywhere, one_shot = transport.world_size, own_rows == rows, config.shots == 1
     require(
@@ -115,4 +122,7 @@ def _launchers(
         True,
         gather,
     )
-    return reduce, norm_launcher(rows, cols)
+    quantizers = {
+        kind: norm_quantize_launcher(rows, cols, kind == "block") for kind in ("row", "block")
+    }
+    return reduce, norm_launcher(rows, cols), quantizers

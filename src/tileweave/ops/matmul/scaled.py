@@ -369,7 +369,7 @@ def refuse_gradients(*tensors: torch.Tensor | None) -> None:
             if t is not None and t.requires_grad:
                 require(
                     False,
-                    "FP8 operands with a tensor that requires gradients",
+                    "FP8 operands, or an FP8 result, with a tensor that requires gradients",
                     "calls without gradients",
                     "call under torch.no_grad(), or pass bfloat16 operands",
                 )

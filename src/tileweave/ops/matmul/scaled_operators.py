@@ -13,6 +13,9 @@ matmul_reduce_scatter, matmul_all_reduce : x and w are those of this rank's part
 
 ``quantize`` : x has 16 or 32 bits and is quantised once, by a kernel, before anything is sent.
 
+``quantize_out`` of matmul_all_reduce : the norm becomes FP8, in the launch of the norm where cuBLAS
+    and one launch make the sum, else in one more. Operands may have 16 bits then.
+
 No gradients: calls with tensors that require them are refused.
 """
 
@@ -44,6 +47,7 @@ from tileweave.ops.matmul import (
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
+    check_operands,
     check_shape,
     check_traced,
     out_as_rows,
@@ -56,6 +60,7 @@ from tileweave.ops.matmul.scaled import (
     Scaled,
     ScaledProduct,
     as_sent,
+    blocks,
     check_scaled,
     kinds_of,
     refuse_gradients,
@@ -180,8 +185,8 @@ class Planned(NamedTuple):
     """A checked call: its plan, its matmul, and what of x is multiplied."""
 
     chosen: Plan[MatmulConfig]
-    product: ScaledProduct
-    parts: tuple[torch.Tensor, torch.Tensor]
+    product: Any
+    parts: Any
 
 
 def _prepare(
@@ -194,7 +199,8 @@ def _prepare(
     check: Callable[[int], None],
     options: object = "",
 ) -> Planned:
-    """Check and plan a call, and quantise x where it asks for that.
+    """Check and plan a call, and quantise x where it asks for that. Operands without scales have 16
+    or 32 bits.
 
     others : what is added to the result. results : memory of the caller.
     """
@@ -211,7 +217,10 @@ def _prepare(
         check,
         lambda size: plan(op, x, w, size),
     )
-    assert w_scale is not None, "check_scaled refuses a call without it"
+    if w_scale is None:
+        from tileweave.ops.matmul.cublas import Plain  # loads triton
+
+        return Planned(chosen, Plain(w, None), (x,))
     of_x, of_w = _kind(x, call.x_scale, w, w_scale, call.quantize)
     added = bias if op == AG else None
     dtype = OUT_DTYPES[call.out_dtype]
@@ -227,7 +236,7 @@ def plan(op: str, x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulCon
         AR: plan_matmul_all_reduce,
     }[op]
     rows = x.shape[0] // size if op == RS else x.shape[0]
-    return plan_for(planner, x, rows, w.shape[0], size, dtype=FP8)
+    return plan_for(planner, x, rows, w.shape[0], size, dtype=w.dtype)
 
 
 def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
@@ -377,8 +386,24 @@ def _check_reduce(
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     residual_out: torch.Tensor | None,
+    quantize_out: str,
 ) -> None:
-    _check(call, bias, residual, norm_weight, call.out, residual_out)
+    if call.w_scale is None:
+        check_operands(call.x, call.w, bias, residual, norm_weight)
+    else:
+        _check(call, bias, residual, norm_weight, call.out, residual_out)
+    require(
+        quantize_out in ("", "row", "block"),
+        f"quantize_out={quantize_out!r}",
+        "'row', 'block' or None",
+        "pass one of these",
+    )
+    require(
+        not quantize_out or (norm_weight is not None and call.out is None),
+        "quantize_out= without norm_weight, or with out=",
+        "a norm to quantise, without out=",
+        "pass norm_weight and drop out=, or call tw.quantize",
+    )
     require(
         call.out is None or (residual_out is None) == (norm_weight is None),
         "residual_out without norm_weight, or the reverse",
@@ -396,11 +421,12 @@ def _reduce(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
-    w_scale: torch.Tensor,
+    w_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     norm_eps: float,
+    quantize_out: str,
     group_name: str,
     out_dtype: str,
     fast_accum: bool,
@@ -408,7 +434,7 @@ def _reduce(
     *,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     from tileweave.ops.matmul.reduce_by_cublas import Added
 
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
@@ -419,33 +445,65 @@ def _reduce(
         (residual, norm_weight),
         (out, residual_out),
         group_name,
-        lambda _: _check_reduce(call, bias, residual, norm_weight, residual_out),
-        norm_eps,
+        lambda _: _check_reduce(call, bias, residual, norm_weight, residual_out, quantize_out),
+        (norm_eps, quantize_out),
     )
-    added = Added(bias, residual, norm_weight, norm_eps)
-    if made.chosen.config is None:
+    (rows, _), cols, dtype, config = x.shape, w.shape[0], made.product.dtype, made.chosen.config
+    added = Added(bias, residual, norm_weight, norm_eps, quantize_out)
+    if config is None:
         log_fallback(AR, made.chosen)
+        group, memory = group_of(group_name), (out, residual_out)
         y, kept = reference.scaled_matmul_all_reduce(
-            made.parts, made.product, *added, group_of(group_name), out, residual_out
+            made.parts, made.product, *added[:4], group, *memory
         )
-        return y, y.new_empty(0) if kept is None else kept
-    y = x.new_empty(x.shape[0], w.shape[0], dtype=made.product.dtype) if out is None else out
-    kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
-    matmul_all_reduce_fused.run_library(
-        made.parts, made.product, added, y, kept, group_name, made.chosen
-    )
-    return y, y.new_empty(0) if kept is None else kept
+        return _as_returned(y, kept, quantize_out)
+    kept = residual_out
+    if kept is None and norm_weight is not None:
+        kept = x.new_empty(rows, cols, dtype=dtype)
+    if config.kernel == "library" and quantize_out:  # by the launch of the norm
+        data = x.new_empty(rows, cols, dtype=torch.uint8)
+        shape = (rows,) if quantize_out == "row" else (blocks(cols), rows)
+        scale = x.new_empty(shape, dtype=torch.float32)
+        matmul_all_reduce_fused.run_library(
+            made.parts, made.product, added, data, kept, group_name, made.chosen, scale
+        )
+        return data.view(FP8), _scale_of(scale, quantize_out), kept
+    y = x.new_empty(rows, cols, dtype=dtype) if out is None else out
+    if config.kernel == "library":
+        matmul_all_reduce_fused.run_library(
+            made.parts, made.product, added, y, kept, group_name, made.chosen
+        )
+    else:
+        matmul_all_reduce_fused.run_fused(x, w, *added[:4], y, kept, group_name, made.chosen)
+    return _as_returned(y, kept, quantize_out)
+
+
+def _as_returned(
+    y: torch.Tensor, kept: torch.Tensor | None, quantize_out: str
+) -> tuple[torch.Tensor, ...]:
+    """(result, scale, residual), empty where there is none."""
+    kept = y.new_empty(0) if kept is None else kept
+    if not quantize_out:
+        return y, y.new_empty(0, dtype=torch.float32), kept
+    data, scale = quantize_rows(y, quantize_out)
+    return data, _scale_of(scale, quantize_out), kept
+
+
+def _scale_of(sent: torch.Tensor, kind: str) -> torch.Tensor:
+    """Scales as they are stored, as those of an operand x."""
+    return sent.view(-1, 1) if kind == "row" else sent.t()
 
 
 def _fake_reduce(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
-    w_scale: torch.Tensor,
+    w_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     norm_eps: float,
+    quantize_out: str,
     group_name: str,
     out_dtype: str,
     fast_accum: bool,
@@ -453,11 +511,19 @@ def _fake_reduce(
     *,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    check_traced(lambda: _check_reduce(call, bias, residual, norm_weight, residual_out))
-    y = x.new_empty(x.shape[0], w.shape[0], dtype=OUT_DTYPES[out_dtype])
-    return y, y.new_empty(0) if norm_weight is None else torch.empty_like(y)
+    check_traced(
+        lambda: _check_reduce(call, bias, residual, norm_weight, residual_out, quantize_out)
+    )
+    (rows, _), cols = x.shape, w.shape[0]
+    y = x.new_empty(rows, cols, dtype=x.dtype if w_scale is None else OUT_DTYPES[out_dtype])
+    kept = y.new_empty(0) if norm_weight is None else torch.empty_like(y)
+    if not quantize_out:
+        return y, y.new_empty(0, dtype=torch.float32), kept
+    shape = (rows,) if quantize_out == "row" else (-(-cols // 128), rows)
+    scale = x.new_empty(shape, dtype=torch.float32)
+    return torch.empty_like(y, dtype=FP8), _scale_of(scale, quantize_out), kept
 
 
 # --- Public calls, and registration ---
@@ -495,17 +561,19 @@ def all_reduce(
     added: tuple[Any, ...],
     residual_out: torch.Tensor | None,
     name: str,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``matmul_all_reduce`` of ``call`` and ``added`` (bias, residual, norm_weight, norm_eps)."""
-    return _invoke(AR, call, (*added, name), residual_out=residual_out)
+    quantize_out: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``matmul_all_reduce`` of ``call`` and ``added`` (bias, residual, norm_weight, norm_eps):
+    (result, its scale with ``quantize_out``, residual)."""
+    return _invoke(AR, call, (*added, quantize_out, name), residual_out=residual_out)
 
 
 def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
     name = NAMES[op]
     options = (call.out_dtype, call.fast_accum, call.quantize)
     args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
-    if call.w_scale is None:  # the schema has no place for that
-        _check(call, None)
+    if call.w_scale is None and (op != AR or call.w.dtype == FP8 or call.x_scale is not None):
+        _check(call, None)  # what the schema has no place for
     if call.out is None:
         return operator(name)(*args)
     return operator(f"{name}.out")(*args, out=call.out, **results)
@@ -524,9 +592,9 @@ def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
 
 
 def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any) -> None:
-    name = NAMES[op]
+    name, of_w = NAMES[op], "Tensor? w_scale" if op == AR else "Tensor w_scale"
     arguments = (
-        f"Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias, {more}str group_name,"
+        f"Tensor x, Tensor? x_scale, Tensor w, {of_w}, Tensor? bias, {more}str group_name,"
         " str out_dtype, bool fast_accum, str quantize"
     )
     define(f"{name}({arguments}) -> {results}", forward, fake)
@@ -551,8 +619,8 @@ def define_reduce() -> None:
     """Define ``scaled_matmul_all_reduce``."""
     _define(
         AR,
-        "Tensor? residual, Tensor? norm_weight, float norm_eps, ",
-        "(Tensor, Tensor)",
+        "Tensor? residual, Tensor? norm_weight, float norm_eps, str quantize_out, ",
+        "(Tensor, Tensor, Tensor)",
         "Tensor(a!) out, Tensor(b!)? residual_out",
         _reduce,
         _fake_reduce,
