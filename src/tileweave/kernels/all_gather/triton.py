@@ -265,6 +265,43 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
 
 
 @triton.jit
+def multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C: tl.constexpr):
+    """The K blocks of a unit from ``k_begin`` on, of rows at ``a_rows``."""
+    if C.SCALED == 2:
+        return matmul_blocks(
+            a_rows,
+            tensors.w,
+            sizes.stride_w,
+            block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K),
+            unit.col,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            unit.k_end,
+            C.TILE_M,
+            C.TILE_N,
+            C.TILE_K,
+        )
+    else:
+        return matmul_tile(
+            a_rows,
+            tensors.w,
+            sizes.stride_w,
+            unit.col,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            unit.k_end,
+            C.TILE_M,
+            C.TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            DEPTH_FIRST=C.DEPTH_FIRST,
+            PROMOTE=C.PROMOTE,
+        )
+
+
+@triton.jit
 def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
     """Return the gathered input: each program copies its part of every shard, locally."""
     size = sizes.rows * sizes.depth
@@ -419,38 +456,7 @@ def all_gather_matmul_kernel(
                 stamp(trace, record, 1, C.TRACE)
                 a_rows = row_pointers(own, peers.slots + slot_offset, unit, sizes, rank, C)
                 k_begin = consume_token(k_begin, token)
-                if C.SCALED == 2:
-                    acc = matmul_blocks(
-                        a_rows,
-                        tensors.w,
-                        sizes.stride_w,
-                        block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K),
-                        col,
-                        sizes.cols,
-                        sizes.depth,
-                        k_begin,
-                        k_end,
-                        C.TILE_M,
-                        C.TILE_N,
-                        C.TILE_K,
-                    )
-                else:
-                    acc = matmul_tile(
-                        a_rows,
-                        tensors.w,
-                        sizes.stride_w,
-                        col,
-                        sizes.cols,
-                        sizes.depth,
-                        k_begin,
-                        k_end,
-                        C.TILE_M,
-                        C.TILE_N,
-                        C.TILE_K,
-                        C.EVEN_K,
-                        DEPTH_FIRST=C.DEPTH_FIRST,
-                        PROMOTE=C.PROMOTE,
-                    )
+                acc = multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C)
             owner, helpers = part_range(share, tile)
             if program != owner:
                 give_part(

@@ -306,9 +306,9 @@ def _fused_call(
                     parts,
                     x.element_size(),
                     slot,
-                    (own, data_bytes + parts.rank * nbytes, nbytes),
+                    (own, begin + parts.rank * nbytes, nbytes),
                 )
-                for slot in (0, 1)
+                for slot, begin in ((0, data_bytes), (1, instance.slot_bytes + data_bytes))
             )
         peers = endpoint(instance, x.dtype)
         call = _FusedCall(instance, peers, schedule, parts, config, copies, {}, scaled, scales)
@@ -347,7 +347,7 @@ def _copies(
 
     The last is a signal to this rank itself. ``gate``: the counter that holds copies back until all
     ranks are in this call. ``scales``: (address, place in the slots of peers, bytes) of this rank's
-    scales; no bytes: none.
+    scales; no bytes: none. Their place is counted from the first slot.
     """
     rank, size = parts.rank, parts.world_size
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
@@ -361,6 +361,9 @@ def _copies(
             + (place * rows + begin) * width
         )
         start = peer * parts.step * itemsize + begin * pitch
+        if scales[2]:
+            at = instance.slot_addresses[peer] + scales[1]
+            copies.append(Copy(at, scales[0], scales[2]))
         if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
@@ -375,9 +378,6 @@ def _copies(
                     source_pitch=pitch,
                 )
             )
-        if scales[2]:
-            at = slot * instance.slot_bytes + scales[1]
-            copies.append(Copy(instance.slot_addresses[peer] + at, scales[0], scales[2]))
         copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))
     copies.append(instance.signal_copy(rank, instance.layout.pushed))
     copies[0] = replace(copies[0], counter=gate, count=1)
