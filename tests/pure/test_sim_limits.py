@@ -106,7 +106,7 @@ def test_rates_in_bits_are_refused() -> None:
         "workload: train\nmodel: llama2-70b\ncluster:\n  network:\n    nic_rate: 400e9\n"
         "    fraction: 0.9\n    latency: 5e-6\n    topology: fat_tree\n"
     )
-    with pytest.raises(InputError, match="line 5, field cluster.network.nic_rate.*50e9"):
+    with pytest.raises(InputError, match=r"line 5, field cluster\.network\.nic_rate.*50e9"):
         scenario_of(parse_document(text, "file.yaml"))
 
 
