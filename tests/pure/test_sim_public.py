@@ -13,7 +13,7 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning.costs import load_calibration
-from tileweave.sim import public
+from tileweave.sim import moe, public, serving, token_exchange
 from tileweave.sim.public import BARS, Judged, by_group, figures, judge, summarise
 
 FIGURES = figures()
@@ -170,3 +170,39 @@ def test_operators_inside_a_node_are_shared_between_node_counts() -> None:
     assert [one.predicted for one in together] == [one.predicted for one in alone]
     assert set(by_group(together)) == {"training"}
     assert load_calibration().name
+
+
+# --- What is fitted ---
+
+
+def off(found: list[public.Figure]) -> float:
+    """The sum of squared logarithms of errors."""
+    return sum(math.log1p(one.error) ** 2 for one in judge(found))
+
+
+@pytest.mark.parametrize("name", ["HOST", "LAYER_PREFILL", "LAYER_DECODE", "READ_AGAIN"])
+def test_constants_of_engines_are_fitted_to_the_fit_side(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No constant would be better for the fit side a quarter larger or smaller; held-out figures
+    had no part in it."""
+    fit = [f for f in FIGURES if f.group == "serving" and not f.held_out]
+    best = off(fit)
+    for factor in (0.75, 1.25):
+        for module in (serving, moe):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, factor * getattr(serving, name))
+        assert off(fit) > 0.995 * best
+        monkeypatch.undo()
+
+
+def test_rates_of_exchanges_are_fitted_to_the_fit_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = [f for f in FIGURES if f.group == "experts" and not f.held_out]
+    best = off(fit)
+    for kind, kernels in token_exchange.KERNELS.items():
+        for name in ("link", "nic"):
+            for factor in (0.9, 1.1):
+                other = replace(kernels, **{name: factor * getattr(kernels, name)})
+                monkeypatch.setitem(token_exchange.KERNELS, kind, other)
+                assert off(fit) > best, (kind, name, factor)
+        monkeypatch.undo()
