@@ -19,7 +19,7 @@ from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, need_kernels
 from tileweave.commands.options import Device, World, place
 from tileweave.errors import InputError, require
-from tileweave.launcher import Member, launch
+from tileweave.launcher import Member, is_main_process, launch
 from tileweave.ops.core.registration import SPECS
 from tileweave.profile.trace import Trace
 
@@ -69,13 +69,13 @@ def report(
     recorded = (
         launch(traces_of, kind, world_size=size, device_type=kind, seconds=600) if traces else []
     )
-    if recorded is None:  # under torchrun another rank writes the page
+    if not is_main_process():  # under torchrun rank 0 writes the page
         return
     contents = Contents(
         diagnose(),
         paths_here(size),
         [each for each in shown if each["cases"]],
-        list(recorded),
+        recorded or [],
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     out.write_text(page(contents), "utf-8")

@@ -153,7 +153,8 @@ def all_gather_matmul(
     y : [R * m, ..., n], or a list of [R * m, ..., n_i]
         The product, with the dtype of x; of FP8 operands with ``out_dtype``.
     gathered : [R * m, ..., K]
-        Only with ``return_gathered``.
+        Only with ``return_gathered``. Where cuBLAS multiplies after a gather by our kernel, minus
+        zero in x is plus zero here.
 
     Raises
     ------
