@@ -36,6 +36,7 @@ from tileweave.ops.core.registry import (
     define,
     group_of,
     log_fallback,
+    machine_of,
     name_of,
     rank_and_size,
 )
@@ -65,6 +66,7 @@ from tileweave.ops.matmul.scaled import (
     kinds_of,
     refuse_gradients,
 )
+from tileweave.planning.candidates import FP8_ARCH
 from tileweave.planning.matmul import (
     plan_all_gather_matmul,
     plan_matmul_all_reduce,
@@ -205,6 +207,17 @@ def _prepare(
     others : what is added to the result. results : memory of the caller.
     """
     x, w, w_scale = call.x, call.w, call.w_scale
+
+    def checked(size: int) -> None:
+        check(size)
+        machine = machine_of(x.device)
+        require(
+            w_scale is None or machine.backend != "cuda" or machine.arch >= FP8_ARCH,
+            lambda: f"FP8 operands on {machine.name}, of compute capability {machine.arch / 10}",
+            f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
+            "pass operands of 16 bits",
+        )
+
     refuse_gradients(x, call.x_scale, w, w_scale, bias, *others, *results)
     chosen = accept(
         op,
@@ -214,7 +227,7 @@ def _prepare(
         (call.x_scale, w_scale, bias, *others),
         results,
         ("fp8", call.out_dtype, call.fast_accum, call.quantize, options),
-        check,
+        checked,
         lambda size: plan(op, x, w, size),
     )
     if w_scale is None:
