@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-integrations fuzz lint bench site dist clean
+.PHONY: help venv demo test test-fast test-integrations fuzz lint bench sanitize site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ lint: venv ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+sanitize: venv ## run compute-sanitizer over the kernels that run on one GPU, three tools (about an hour); needs a GPU
+	$(BIN)/python tools/sanitize.py
 
 bench: venv ## time every operator against its unfused path, up to 15 minutes each (OPS= some); needs GPUs
 	@for op in $(or $(OPS),`$(BIN)/python -c 'import tileweave; print(*tileweave.OPERATORS)'`); do \

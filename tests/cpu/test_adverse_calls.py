@@ -201,3 +201,43 @@ def zeros(me: Member, dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_zeros_are_the_same_on_all_ranks(worlds: Worlds, dtype: torch.dtype) -> None:
     assert worlds("gloo", 2).run(zeros, dtype) == [[0] * 32] * 2
+
+
+# --- What a backward pass must not write ---
+
+
+def frozen_experts(me: Member) -> None:
+    """Only the weights of choices want a gradient. What autograd saved is not changed."""
+    ids = torch.tensor([[0, 2], [3, 1], [2, -1]])
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(me.rank))
+    h, plan = tw.dispatch_grouped_matmul(x, torch.ones(2, 24, 8), ids)
+    weights = torch.full((3, 2), 0.25, requires_grad=True)
+    rows = int(plan.offsets[-1])
+    before = h[:rows].clone()
+    tw.grouped_matmul_combine(h, torch.ones(2, 8, 24), plan, weights).sum().backward()
+    assert torch.equal(h[:rows], before), "the input of the combine"
+    want = (24 * 8 * x.double().sum(1))[:, None].expand(3, 2) * (ids >= 0)
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad.double(), want, rtol=1e-4, atol=1e-3)
+
+
+def test_frozen_experts_leave_their_input(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(frozen_experts)
+
+
+def guarded_rows(me: Member) -> None:
+    """Widths that are no power of two: nothing is written after the last row."""
+    from tileweave.kernels.experts import rows
+
+    offsets, width = torch.tensor([0, 1, 3], dtype=torch.int32), 24
+    memory = torch.full((3 * 2 * width + 64,), -7.0)
+    out = memory[: 6 * width].view(3, 2 * width)
+    rows.swiglu_gradient(torch.ones(3, width), torch.ones(3, 2 * width), out, offsets, 2)
+    assert (memory[6 * width :] == -7).all() and (out != -7).all()
+    memory.fill_(-7)
+    rows.swiglu(torch.ones(3, 2 * width), memory[: 3 * width].view(3, width), offsets, 2)
+    assert (memory[3 * width :] == -7).all()
+
+
+def test_row_kernels_write_no_further(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(guarded_rows)

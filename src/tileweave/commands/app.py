@@ -9,7 +9,6 @@ from tileweave import OPERATORS, __version__
 from tileweave.bench.prerequisites import file_for, folder_for, need, need_kernels, picture_for
 from tileweave.errors import InputError, require
 from tileweave.launcher import (
-    DeviceType,
     RankFailure,
     default_device_type,
     default_world_size,
@@ -153,6 +152,17 @@ def _write_traces(traces: list[Any], out: Path) -> None:
         )
 
 
+def _refuse_without(option: str, given: bool, others: dict[str, object]) -> None:
+    """Refuse options that have no effect without another one."""
+    ignored = [name for name, value in others.items() if value is not None and not given]
+    require(
+        not ignored,
+        f"{', '.join(ignored)} without {option}",
+        "with it only",
+        f"add {option}, or drop the rest",
+    )
+
+
 @app.command()
 def check(
     world: Annotated[
@@ -170,34 +180,54 @@ def check(
         bool,
         typer.Option("--stress", help="Random calls instead: two groups and streams, graphs."),
     ] = False,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Random calls of random shapes, each checked in fp64.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="How long (--soak; default: 10).")
+    ] = None,
+    faults: Annotated[
+        str | None, typer.Option(help="stop, starve, kill: what is done to a rank (--soak).")
+    ] = None,
+    shapes: Annotated[
+        int | None, typer.Option(min=1, help="How many shapes are drawn (--soak; default: 500).")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the random calls (--stress; default: 1).")
+        int | None, typer.Option(help="Seed of random calls (--stress, --soak; default: 1).")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the counts here (--stress).")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report here (--stress, --soak).")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Check the operators against fp32 on this machine: shapes, late ranks, two groups, CUDA
     graphs."""
     kind, size = place(device, world)
     need_kernels("tileweave check", kind)
+    _refuse_without("--stress", stress, {"--seconds": seconds})
+    _refuse_without("--soak", soak, {"--minutes": minutes, "--faults": faults, "--shapes": shapes})
+    _refuse_without("--stress or --soak", stress or soak, {"--seed": seed, "--json": json})
+    require(not (stress and soak), "--stress and --soak", "one of them", "drop one")
+    number, right = 1 if seed is None else seed, True
+    if soak:
+        from tileweave.commands.soak import Wish, print_report
+        from tileweave.commands.soak import soak as run_soak
+
+        kinds = tuple(filter(None, (faults or "").split(",")))
+        wish = Wish(calls or 0, 60.0 * (minutes or 10.0), number, shapes or 500, kinds)
+        right = print_report(run_soak(kind, size, wish), console(), file_for(json))
     if stress:
+        from tileweave.commands.stress import run_and_print
+
         calls = calls or (100_000 if kind == "cuda" else 40)
-        _stress(kind, size, calls, 1 if seed is None else seed, seconds or 900.0, file_for(json))
+        right = run_and_print(kind, size, calls, number, seconds or 900.0, file_for(json))
+    if not right:
+        raise typer.Exit(1)
+    if stress or soak:
         return
-    ignored = [
-        name
-        for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json))
-        if value is not None
-    ]
-    require(
-        not ignored,
-        f"{', '.join(ignored)} without --stress",
-        "with it only",
-        "add --stress, or drop the rest",
-    )
     from tileweave.commands.check import check as run
     from tileweave.commands.check import note_on, table_of
 
@@ -220,48 +250,6 @@ def check(
             screen.print(line)
     if failures or not all(row.right for row in rows):
         screen.print("[bold red]not right on this machine")
-        raise typer.Exit(1)
-
-
-def _stress(
-    kind: DeviceType, size: int, calls: int, seed: int, seconds: float, json: Path | None
-) -> None:
-    """One world, as large as possible. A hang becomes an error within a minute, so the world always
-    ends."""
-    from dataclasses import asdict
-    from json import dumps
-    from os import environ
-
-    from tileweave.bench.environment import environment
-    from tileweave.commands.check import note_on
-    from tileweave.commands.stress import stress as run
-
-    # peers may be compiling
-    patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}
-    outcome = launch(
-        run,
-        calls,
-        seed,
-        seconds,
-        world_size=size,
-        device_type=kind,
-        seconds=seconds + 120,
-        extra=patience,
-    )
-    if outcome is None:
-        return
-    screen = console()
-    for name, count in sorted(outcome.counts.items()):
-        path = f", by {outcome.paths[name]}" if name in outcome.paths else ""
-        screen.print(f"{name}: {count} on rank 0{path}", markup=False)
-    screen.print(str(outcome), markup=False, soft_wrap=True)
-    for line in note_on(outcome.paths.values()):
-        screen.print(line)
-    if json is not None:
-        json.write_text(dumps({"environment": environment(), **asdict(outcome)}, indent=1) + "\n")
-    if not outcome.moves:
-        screen.print("[bold red]nothing was checked: time ran out before the first call")
-    if not outcome.right or not outcome.moves:
         raise typer.Exit(1)
 
 

@@ -250,7 +250,8 @@ class Instance:
             if found is not None:
                 self._held.append(found)
                 made = max(made, 2 * found.numel())
-            found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
+            with torch.inference_mode(False):  # operators of torch may write to it later
+                found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
             self._scratch = found
         return found[:nbytes]
 

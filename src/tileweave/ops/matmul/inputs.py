@@ -263,15 +263,22 @@ def check_traced(check: Callable[[], None]) -> None:
 
 
 def plan_for(
-    planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None
+    planner: Planner,
+    x: torch.Tensor,
+    rows: int,
+    cols: int,
+    size: int,
+    depth: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank.
 
-    ``rows``: as :class:`Problem` counts them. ``depth``: that of x.
+    ``rows``: as :class:`Problem` counts them. ``depth``, ``dtype``: those of x, unless it is
+    quantised first.
     """
-    depth = x.shape[1] if depth is None else depth
+    depth, dtype = x.shape[1] if depth is None else depth, dtype or x.dtype
     tuned_choices.read(x.device, size)
-    return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
+    return _plan(planner, size, rows, cols, depth, dtype, machine_of(x.device), interpreting())
 
 
 @lru_cache(maxsize=4096)
