@@ -78,7 +78,8 @@ class MoELayer(_MoELayer):
         """The weighted sum of each token's experts, for this rank's tokens."""
         if not self._ours:
             return super().routed_experts_compute(hidden_states, probs)
-        chosen, self._chosen = self._chosen, None
+        chosen: Any = self._chosen
+        self._chosen = None
         ids, weights = _top_k(chosen, probs, self.config.moe_router_topk)
         up, down = _weights(self.experts)
         y, plan = dispatch_grouped_matmul(
