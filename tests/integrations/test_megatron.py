@@ -271,7 +271,8 @@ def test_experts_train_as_megatron(pair: World, tensor: int, options: dict[str, 
 def test_other_experts_keep_megatron(pair: World) -> None:
     options = TOP_1 | {"moe_apply_probs_on_input": True}
     for found in pair.run(experts_compared, 1, options, timeout=SECONDS):
-        assert len(found["kept"]) == 1 and found["apart"] == 0.0, found
+        assert any("moe_apply_probs_on_input" in text for text in found["kept"]), found
+        assert found["apart"] == 0.0, found
 
 
 def grouped(me: Member) -> dict[str, Any]:
@@ -284,6 +285,7 @@ def grouped(me: Member) -> dict[str, Any]:
     from tileweave.integrations import megatron as adapter
     from tileweave.integrations._megatron_experts import _WARNED
 
+    _WARNED.clear()
     moe.gg.assert_grouped_gemm_is_available = lambda: None
     spec = adapter.get_gpt_layer_spec(num_experts=4, moe_grouped_gemm=True)
     stock = gpt(get_gpt_layer_local_spec(num_experts=4), 1, False, False, **EXPERTS)
