@@ -254,7 +254,12 @@ class Soak:
         tw.synchronize()
         self.counts[move.op] += len(results)
         shares = [subject.error(exact, got.cpu()) / TOLERANCE[move.dtype] for got in results]
-        return [f"error {share:.3g} of what is allowed" for share in shares if not share <= 1.0]
+        # the tolerance is for the mean over many elements; in a few, partial sums that were rounded
+        # may cancel
+        limit = 1.0 + 4.0 / max(results[0].numel(), 1) ** 0.5
+        return [
+            f"error {share:.3g} of {limit:.3g} allowed" for share in shares if not share <= limit
+        ]
 
     def _replays(
         self, subject: Any, operands: Any, group: dist.ProcessGroup, out: torch.Tensor
