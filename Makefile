@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-integrations fuzz lint bench clean
+.PHONY: help venv demo test test-fast test-integrations fuzz lint bench sanitize site dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,10 +59,31 @@ lint: venv ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+sanitize: venv ## run compute-sanitizer over the kernels that run on one GPU, three tools (about an hour); needs a GPU
+	$(BIN)/python tools/sanitize.py
+
 bench: venv ## time every operator against its unfused path, up to 15 minutes each (OPS= some); needs GPUs
 	@for op in $(or $(OPS),`$(BIN)/python -c 'import tileweave; print(*tileweave.OPERATORS)'`); do \
 	echo "$$op"; $(BIN)/tileweave bench $$op || exit 1; done
 
+site: venv ## build the documents as a site that opens from disk, site/index.html; warnings are errors
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) install -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+TRY := build/try/bin/python -m pip --disable-pip-version-check --quiet
+
+dist: venv ## build sdist and wheel, install the wheel into a fresh environment and try it there
+	@$(BIN)/python -c 'import build' 2>/dev/null || $(PIP) install build
+	rm -rf dist build/try
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/try
+ifeq ($(GPUS),)
+	-@$(TRY) install --retries 0 --no-deps --index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
+endif
+	$(TRY) install $(if $(GPUS),,-c constraints-cpu.txt) "`ls dist/*.whl`[demo]" || $(TRY) install "`ls dist/*.whl`[demo]"
+	cd build/try && bin/tileweave --version && bin/python -m tileweave doctor && bin/tileweave check --world 2 --calls 2 --device cpu
+
 clean: ## remove the default environment, build outputs and caches
-	rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations build dist site .pytest_cache .ruff_cache .hypothesis
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

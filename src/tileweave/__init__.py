@@ -53,6 +53,7 @@ from tileweave.ops.matmul.all_to_all_matmul import all_to_all_matmul
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul.matmul_all_to_all import matmul_all_to_all
 from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.ops.matmul.quantize import quantize
 from tileweave.planning.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
@@ -60,7 +61,7 @@ if _TYPE_CHECKING:
     from tileweave import parallel as parallel
     from tileweave.parallel import parallelize as parallelize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # Names of all operators: a view, which also shows operators that are registered later.
 OPERATORS = _SPECS.keys()
 
@@ -161,6 +162,7 @@ __all__ = [
     "parallel",
     "parallelize",
     "plan_sharding",
+    "quantize",
     "swiglu",
     "synchronize",
     "warmup",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-Waited = Literal["signal", "meeting", "closed"]
+Waited = Literal["signal", "meeting", "closed", "store"]
 
 
 class TileweaveError(Exception):
@@ -46,7 +46,8 @@ class PeerTimeout(TileweaveError, RuntimeError):
     at : str
         where it waited. ``"signal"``: in a kernel, for a signal of the peer. ``"meeting"``: on the
         host, where memory is mapped and calls are compared. ``"closed"``: on the host, but the peer
-        has closed its workspace.
+        has closed its workspace. ``"store"``: on the host, for the process that serves the store of
+        the group, which does not answer (then ``peer`` is -1).
 
     unit : int
         with ``"signal"``, the index of the unit of work that waited (a tile); -1: at a barrier.
@@ -56,6 +57,9 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
     seconds : float
         how long it waited.
+
+    server : str
+        with ``"store"``, the address of the store, and which process serves it.
     """
 
     def __init__(
@@ -68,10 +72,12 @@ class PeerTimeout(TileweaveError, RuntimeError):
         seen: int,
         seconds: float,
         at: Waited = "signal",
+        server: str = "",
     ) -> None:
         self.op, self.rank, self.peer, self.unit = op, rank, peer, unit
         self.expected, self.seen, self.seconds = expected, seen, seconds
         self.at: Waited = at
+        self.server = server
         name = f"rank {peer}" if peer >= 0 else "some rank of its group"
         where = "on the host"
         if at == "signal":
@@ -87,6 +93,13 @@ class PeerTimeout(TileweaveError, RuntimeError):
                 f"met {name}, which has closed its workspace since. "
                 "Remedy: find out why that rank closed it."
             )
+        if at == "store":
+            waited = f"waited {seconds:g} s for" if seconds else "lost its connection to"
+            text = (
+                f"{waited} the store of its group ({server}), through which ranks meet: the "
+                "process that serves it is stopped, slow or gone. Remedy: look at that process; "
+                "raise TILEWEAVE_TIMEOUT (seconds) if it is only slow."
+            )
         after = (
             "The workspace of this group is no longer usable: "
             "tileweave.close(group), then call again on every rank."
@@ -95,7 +108,7 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
     def __reduce__(
         self,
-    ) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited]]:
+    ) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited, str]]:
         """For pickle, which launchers and process pools use on exceptions of ranks."""
         return PeerTimeout, (
             self.op,
@@ -106,6 +119,7 @@ class PeerTimeout(TileweaveError, RuntimeError):
             self.seen,
             self.seconds,
             self.at,
+            self.server,
         )
 
 

@@ -164,6 +164,7 @@ def launch(
     device_type: DeviceType,
     seconds: float = 1800.0,
     extra: Mapping[str, str] | None = None,
+    grace: float = _GRACE_SECONDS,
 ) -> Any:
     """Run ``function(member, *args)`` on new ranks; returns what rank 0 returned.
 
@@ -186,6 +187,9 @@ def launch(
 
     extra : mapping, optional
         environment variables of the ranks.
+
+    grace : float
+        seconds that the other ranks may go on after one has raised or died.
 
     Raises
     ------
@@ -214,7 +218,7 @@ def launch(
                 start_method="spawn",
             )
         try:
-            _await(context, result, seconds)
+            _await(context, result, seconds, grace)
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -223,12 +227,12 @@ def launch(
         return pickle.loads(result.read_bytes())
 
 
-def _await(context: Any, result: Path, seconds: float) -> None:
+def _await(context: Any, result: Path, seconds: float, grace: float) -> None:
     """Wait until all ranks have ended, or the result is there and they take too long to end."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            if context.join(timeout=0.2, grace_period=_GRACE_SECONDS):
+            if context.join(timeout=0.2, grace_period=grace):
                 break
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             if result.exists():  # every rank was done, and failed only while it ended

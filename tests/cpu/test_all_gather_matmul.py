@@ -14,7 +14,7 @@ from tests.support.worlds import Member, World, Worlds
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.ops.matmul.concurrent_gather import begin_gather, gather_of
-from tileweave.ops.matmul.cublas import multiply_shards
+from tileweave.ops.matmul.cublas import Plain, multiply_shards
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.protocol import TIMEOUT_US
 
@@ -270,8 +270,8 @@ def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
         if not by_shards:
             return begin_gather(mine, name).wait()
         gathered, out = torch.empty(3 * me.world_size, 8), torch.empty(3 * me.world_size, 2)
-        made = gather_of(workspace_of(name, me.device), mine)
-        multiply_shards(mine, torch.ones(2, 8), None, out, gathered, *made)
+        made = gather_of(workspace_of(name, me.device), (mine,))
+        multiply_shards((mine,), Plain(torch.ones(2, 8), None), out, gathered, *made)
         return gathered
 
     for scale in (1, 2):

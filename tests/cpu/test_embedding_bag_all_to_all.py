@@ -145,6 +145,12 @@ def test_sums_of_runs(worlds: Worlds) -> None:
     worlds("gloo", 1).run(embedding_backward.sums_of_runs, (0, 5))
 
 
+def test_sums_of_a_run_that_ends_all_positions(worlds: Worlds) -> None:
+    """The last tile has one position of the run, or is full."""
+    for last in (16, 17, 25):
+        worlds("gloo", 1).run(embedding_backward.sums_of_runs, (0,), last)
+
+
 def test_gradients_in_half(worlds: Worlds) -> None:
     worlds("gloo", 2).run(embedding_backward.gradients, [CASES["half"]])
 

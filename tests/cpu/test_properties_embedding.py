@@ -201,11 +201,10 @@ class Lists:
         values = torch.randint(0, 30000, (int(lengths.sum()),), generator=generator).to(
             self.value_dtype
         )
-        return (
-            lengths.to(self.length_dtype),
-            values,
-            torch.randn(values.numel(), generator=generator),
-        )
+        scales = torch.randn(values.numel(), generator=generator)
+        special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, -1e-7])
+        scales[::3] = special.repeat(scales.numel())[: scales[::3].numel()]
+        return lengths.to(self.length_dtype), values, scales
 
 
 owned = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -241,7 +240,9 @@ def check_lists(me: Member, example: Lists) -> None:
     assert (got is None) == (weights is None)
     if got is not None:
         assert got.dtype == example.weight_dtype
-        assert torch.equal(got, torch.tensor(want[1]).to(got.dtype))
+        exact = torch.tensor(want[1], dtype=torch.float32).to(got.dtype)
+        bits = torch.int16 if got.dtype.itemsize == 2 else torch.int32
+        assert torch.equal(got.view(bits), exact.view(bits)), "bit by bit, also minus zero"
 
 
 @pytest.mark.timeout(1000)

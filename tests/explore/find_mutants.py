@@ -31,8 +31,9 @@ from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
 from tests.explore.mutants_gather import MUTANTS as GATHERS
+from tests.explore.mutants_scaled import MUTANTS as SCALED
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS, *CHUNKS)
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS, *CHUNKS, *SCALED)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # most interleavings for one mutant

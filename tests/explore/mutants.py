@@ -229,6 +229,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "call.copies[slot], source",
         "call.copies[1 - slot], source",
         AG + "copy engine",
+        2,
     ),
     Mutant(
         "captured copies go before ranks have met",

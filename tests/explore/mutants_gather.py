@@ -59,8 +59,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gathered shard in the place of its reader",
         BESIDE,
-        "[peer] + begin + rank * nbytes",
-        "[peer] + begin + peer * nbytes",
+        "[peer] + place(slot, part, rank)",
+        "[peer] + place(slot, part, peer)",
         AG + "concurrent gather",
     ),
     # --- under a matmul for each shard ---

@@ -41,11 +41,13 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def on_the_cpu(size: int) -> None:
+def on_the_cpu(tensor: int, expert: int = 1) -> None:
+    """Stand-ins, and groups of these sizes."""
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401 - patched below
     import megatron.core.transformer.transformer_block as block
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
     for module in list(sys.modules.values()):
@@ -53,8 +55,13 @@ def on_the_cpu(size: int) -> None:
             module.get_cuda_rng_tracker = lambda *_, **__: NoGenerator()  # type: ignore[attr-defined]
     block.LayerNormImpl = Norm
     layers._grad_accum_fusion_available = True
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    moe_utils.te_general_gemm = None  # without Transformer Engine the name is missing
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+    )
 
 
 def with_norms(spec: Any) -> Any:
@@ -70,12 +77,19 @@ def with_norms(spec: Any) -> Any:
     return Norm if spec is WrappedTorchNorm else spec
 
 
-def gpt(spec: Any, size: int, sequence_parallel: bool, biases: bool, fused: bool = False) -> Any:
+def gpt(
+    spec: Any,
+    size: int,
+    sequence_parallel: bool,
+    biases: bool,
+    fused: bool = False,
+    **experts: Any,
+) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(3)
-    config = TransformerConfig(
+    options: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
@@ -96,6 +110,7 @@ def gpt(spec: Any, size: int, sequence_parallel: bool, biases: bool, fused: bool
         add_bias_linear=biases,
         persist_layer_norm=False,
     )
+    config = TransformerConfig(**(options | experts))
     return GPTModel(
         config,
         with_norms(spec),
@@ -117,6 +132,7 @@ def compared(me: Member, sequence_parallel: bool, biases: bool) -> dict[str, Any
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from tileweave.integrations import megatron as adapter
+    from tileweave.integrations._megatron_experts import _WARNED
 
     stock = gpt(get_gpt_layer_local_spec(), me.world_size, sequence_parallel, biases)
     ours = gpt(adapter.get_gpt_layer_spec(), me.world_size, sequence_parallel, biases)
@@ -128,7 +144,7 @@ def compared(me: Member, sequence_parallel: bool, biases: bool) -> dict[str, Any
         "loss": float((loss - wanted_loss).abs()),
         "gradients": max(float((gradients[n] - wanted[n]).abs().max()) for n in wanted),
         "layers": sum(isinstance(m, kinds) for m in ours.modules()),
-        "kept": sorted(adapter._WARNED),
+        "kept": sorted(_WARNED),
         "shards": shards_of(ours) == shards_of(stock),
     }
 
@@ -192,6 +208,111 @@ def test_gradients_are_added_to_main_grad(pair: World) -> None:
     for found in pair.run(accumulated, timeout=SECONDS):
         assert found["weights"] == 8 and found["hooks"] == 16 and found["told"], found
         assert found["apart"] < 1e-5 and found["others"] < 1e-5, found
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_shared_expert_intermediate_size": 32,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+TOP_1 = {
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "activation_func": torch.nn.functional.gelu,
+}
+DROPS = {"moe_expert_capacity_factor": 0.5}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 2}
+SIGMOID |= {"moe_router_group_topk": 1, "moe_router_load_balancing_type": "none"}
+
+
+def experts_compared(me: Member, tensor: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers with experts: losses and gradients, of two batches."""
+    on_the_cpu(tensor, 2)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from tileweave.integrations import megatron as adapter
+    from tileweave.integrations._megatron_experts import _WARNED
+
+    _WARNED.clear()
+    options = EXPERTS | options
+    stock = gpt(get_gpt_layer_local_spec(num_experts=4), tensor, tensor > 1, False, **options)
+    ours = gpt(adapter.get_gpt_layer_spec(num_experts=4), tensor, tensor > 1, False, **options)
+    ours.load_state_dict(stock.state_dict(), strict=False)
+    apart = 0.0
+    for variable in (False, True):
+        for layer in ours.modules():
+            if isinstance(layer, adapter.MoELayer):
+                layer.config.variable_seq_lengths = variable
+        (wanted_loss, wanted), (loss, gradients) = step(stock), step(ours)
+        assert wanted.keys() == gradients.keys()
+        apart = max(apart, float((loss - wanted_loss).abs()))
+        apart = max(apart, *(float((gradients[n] - wanted[n]).abs().max()) for n in wanted))
+    return {
+        "apart": apart,
+        "layers": sum(isinstance(m, adapter.MoELayer) for m in ours.modules()),
+        "kept": sorted(_WARNED),
+        "shards": shards_of(ours) == shards_of(stock),
+    }
+
+
+@pytest.mark.parametrize("tensor", [1, 2], ids=["ep", "tp_ep"])
+@pytest.mark.parametrize("options", [{}, TOP_1, DROPS, SIGMOID])
+def test_experts_train_as_megatron(pair: World, tensor: int, options: dict[str, Any]) -> None:
+    for found in pair.run(experts_compared, tensor, options, timeout=SECONDS):
+        assert found["layers"] == 2 and found["shards"] and not found["kept"], found
+        assert found["apart"] < 1e-5, found
+
+
+def test_other_experts_keep_megatron(pair: World) -> None:
+    options = TOP_1 | {"moe_apply_probs_on_input": True}
+    for found in pair.run(experts_compared, 1, options, timeout=SECONDS):
+        assert any("moe_apply_probs_on_input" in text for text in found["kept"]), found
+        assert found["apart"] == 0.0, found
+
+
+def grouped(me: Member) -> dict[str, Any]:
+    """Experts in two parameters, which Megatron-core multiplies on GPUs only: against the same
+    experts one by one."""
+    on_the_cpu(1, 2)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import experts as moe
+
+    from tileweave.integrations import megatron as adapter
+    from tileweave.integrations._megatron_experts import _WARNED
+
+    _WARNED.clear()
+    moe.gg.assert_grouped_gemm_is_available = lambda: None
+    spec = adapter.get_gpt_layer_spec(num_experts=4, moe_grouped_gemm=True)
+    stock = gpt(get_gpt_layer_local_spec(num_experts=4), 1, False, False, **EXPERTS)
+    ours = gpt(spec, 1, False, False, **EXPERTS, moe_grouped_gemm=True)
+    ours.load_state_dict(stock.state_dict(), strict=False)
+    layers = [
+        [m.experts for m in model.modules() if hasattr(m, "experts")] for model in (ours, stock)
+    ]
+    pairs = list(zip(*layers, strict=True))
+    for mine, theirs in pairs:
+        for weight, name in ((mine.weight1, "linear_fc1"), (mine.weight2, "linear_fc2")):
+            parts = [getattr(e, name).weight.t() for e in theirs.local_experts]
+            weight.data.copy_(torch.stack(parts).view(weight.shape))
+    (wanted, _), (loss, _) = step(stock), step(ours)
+    apart = float((loss - wanted).abs())
+    for mine, theirs in pairs:
+        for weight, name in ((mine.weight1, "linear_fc1"), (mine.weight2, "linear_fc2")):
+            parts = [getattr(e, name).weight.grad.t() for e in theirs.local_experts]
+            apart = max(
+                apart, float((weight.grad - torch.stack(parts).view_as(weight)).abs().max())
+            )
+    return {"apart": apart, "layers": len(pairs), "kept": sorted(_WARNED)}
+
+
+def test_grouped_experts(pair: World) -> None:
+    for found in pair.run(grouped, timeout=SECONDS):
+        assert found["layers"] == 2 and not found["kept"] and found["apart"] < 1e-5, found
 
 
 def test_a_specification_without_local_layers_is_refused() -> None:

@@ -27,6 +27,17 @@ def test_ledger_without_memory_compares_nothing() -> None:
         ledger.compare("op")
 
 
+def test_closed_ledger_keeps_no_memory() -> None:
+    """Shared memory is unmapped when nothing refers to it."""
+    blocks, ledger = [bytearray(NBYTES) for _ in range(2)], Ledger()
+    ledger.open(blocks, 0)
+    with pytest.raises(BufferError):
+        blocks[1].append(0)
+    ledger.close()
+    for block in blocks:
+        block.append(0)  # raises while a view of it exists
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_equal_calls_match_in_any_order(seed: int) -> None:
     order, found = random.Random(seed), ledgers(3)
@@ -88,13 +99,16 @@ def test_ledger_call_numbers_wrap() -> None:
 # --- Calls that break off ---
 
 
+@pytest.mark.parametrize("before", [0, PLACES - 2, PLACES - 1, PLACES])
 @pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
 @pytest.mark.parametrize("first", [0, 1], ids=["breaks off first", "second"])
-def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) -> None:
+def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int, before: int) -> None:
     """Independent of which rank is first, and also on a rank that compared the call before it broke
     off."""
     broken, made = found = ledgers(2)
     for ledger in found:
+        ledger.calls = before
+        ledger._compared = [before] * 2
         ledger.post("op", 5)
     if first == 1:
         made.post("op", 6)

@@ -1,11 +1,17 @@
-"""Links in the documents have targets, and decisions that the sources name exist."""
+"""Links in the documents have targets, decisions that the sources name exist, the reference is
+complete, and the English is plain."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from tools import count_idioms
+
+import tileweave as tw
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -13,6 +19,7 @@ PAGES = sorted(
     page for page in (ROOT / "docs" / "decisions").glob("*.md") if page.name != "README.md"
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 DECISION = re.compile(r"\bdecisions?\s+(?:#\s*)?(\d{4})(?:(?:,| and|, and)\s+(\d{4}))?")
 
 
@@ -86,3 +93,130 @@ def test_named_decisions_exist() -> None:
     ]
     assert len(named) >= 30
     assert [f"{path}: {number}" for path, number in named if number not in numbers] == []
+
+
+# --- Plain English ---
+
+
+def test_documents_and_docstrings_have_few_idioms() -> None:
+    for texts in (count_idioms.documents(), count_idioms.docstrings()):
+        assert sum(text.words for text in texts) > 20_000
+        assert count_idioms.rate(texts) < count_idioms.MOST
+    (readme,) = (text for text in count_idioms.documents() if text.name == "README.md")
+    assert list(readme.found()) == []
+
+
+def test_idioms_are_found() -> None:
+    said = (
+        "It is told to who comes late. 12 bytes a row stand in the slot beside it, behind the "
+        "wait; nobody uses the library's twin."
+    )
+    names = [name for name, _ in count_idioms.Text("page", said).found()]
+    assert set(names) == {
+        "who",
+        "a rank, per rank",
+        "stands",
+        "beside",
+        "behind",
+        "nobody",
+        "the library",
+        "twin",
+    }
+    code = count_idioms.prose("`who`\n\n```\nbeside\n```\n[text](behind.md)")
+    assert list(count_idioms.Text("page", code).found()) == []
+
+
+# --- The front door ---
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 130
+    assert len(text.split()) <= 900
+    assert next(number for number, line in enumerate(lines, 1) if line == "```python") < 45
+    assert all(
+        any(command in line for line in lines[:60]) for command in ("make demo", "make test")
+    )
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    found = {
+        "pyproject.toml": r'^version = "(.+)"',
+        "CITATION.cff": r"^version: (.+)",
+        "src/tileweave/__init__.py": r'^__version__ = "(.+)"',
+        "CHANGELOG.md": r"^## \[(\d.+?)\]",
+    }
+    versions = {
+        re.findall(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)[0]
+        for name, pattern in found.items()
+    }
+    assert len(versions) == 1
+
+
+def test_every_page_is_in_the_site() -> None:
+    """Decisions are in their index."""
+    listed = set(
+        re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    )
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    kept_out = {page for page in pages if page.startswith(("decisions/0", "results/"))}
+    assert pages - kept_out == listed - {"contributing.md", "changelog.md", "security.md"}
+
+
+# --- The reference ---
+
+
+def documented() -> set[str]:
+    """The names that pages of the reference show."""
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    return {
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    }
+
+
+def public_names() -> set[str]:
+    """Every public name but modules and the list of operators."""
+    packages = {"tileweave": tw, "tileweave.nn": tw.nn, "tileweave.parallel": tw.parallel}
+    found = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
+    modules = {f"tileweave.{name}" for name in ("nn", "ops", "parallel")}
+    return found - modules - {"tileweave.OPERATORS", "tileweave.parallel.parallelize"}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert documented() == public_names()
+
+
+@pytest.mark.parametrize("name", sorted(public_names()))
+def test_docstring_names_each_parameter_once(name: str) -> None:
+    """As the generator of the reference reads it: a paragraph for each parameter of the signature,
+    with a type or shape."""
+    package, _, attribute = name.rpartition(".")
+    found = getattr(sys.modules[package], attribute)
+    text = inspect.getdoc(found) or ""
+    assert len(text) > 20, name
+    said = described(text)
+    if isinstance(found, type) and (issubclass(found, Exception) or not said):
+        return  # made by the package, not by callers: attributes are described
+    given = [
+        each.lstrip("*")
+        for each, parameter in inspect.signature(found).parameters.items()
+        if not (inspect.isclass(found) and parameter.kind in VARIABLE)
+    ]
+    assert sorted(said) == sorted({*said}), f"{name}: a parameter twice"
+    assert set(given) - {"kwargs"} <= {*said}, f"{name}: without a paragraph"
+    if "kwargs" not in given:
+        assert {*said} <= set(given), f"{name}: no such parameter"
+
+
+def described(text: str) -> list[str]:
+    """Names in the sections of parameters of a numpy docstring."""
+    found = []
+    for section in re.findall(
+        r"^(?:Other )?Parameters\n-+\n(.*?)(?=^\S[^\n]*\n-{3,}$|\Z)", text, re.MULTILINE | re.DOTALL
+    ):
+        for names in re.findall(r"^(\*{0,2}\w[\w, *]*?)(?: : .*)?$", section, re.MULTILINE):
+            found += [name.strip().lstrip("*") for name in names.split(",")]
+    return found

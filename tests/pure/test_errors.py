@@ -76,10 +76,17 @@ def test_timeout_message_on_the_host_has_no_epochs(at: Waited) -> None:
     )
 
 
-@pytest.mark.parametrize("at", ["signal", "meeting", "closed"])
+@pytest.mark.parametrize("seconds", [2.5, 0.0], ids=["no answer", "gone"])
+def test_message_about_the_store_names_its_host(seconds: float) -> None:
+    text = str(PeerTimeout("a gather", 1, -1, -1, 0, 0, seconds, "store", "10.0.0.1:29500"))
+    assert all(part in text for part in ("a gather: rank 1", "10.0.0.1:29500", "Remedy: "))
+    assert ("2.5 s" in text) == bool(seconds) and "some rank" not in text
+
+
+@pytest.mark.parametrize("at", ["signal", "meeting", "closed", "store"])
 def test_timeout_survives_pickling(at: Waited) -> None:
     """Launchers and process pools pass exceptions from process to process."""
-    error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5, at)
+    error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5, at, "10.0.0.1:29500")
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is PeerTimeout
     assert str(back) == str(error)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tileweave as tw
+from tileweave.ops.core import registry
 from tileweave.planning import choices
 from tileweave.planning.candidates import can_run
 from tileweave.planning.machine import CPU, H200, Machine
@@ -417,3 +419,16 @@ def test_shards_beyond_32_bits_are_unfused() -> None:
         for rows in (2**19 - 2**10, 2**19)
     ]
     assert [plan.path for plan in plans] == ["fused", "unfused"] and "32 bits" in plans[1].reason
+
+
+def test_interpreter_that_is_asked_for_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """triton is imported here without it."""
+    language = pytest.importorskip("triton.language")
+    if type(language.sigmoid).__name__ == "InterpretedFunction":
+        pytest.skip("triton interprets in this process")
+    for text in ("1", "True", "yes"):
+        monkeypatch.setenv("TRITON_INTERPRET", text)
+        with pytest.raises(tw.InputError, match=f"asked: TRITON_INTERPRET={text} .*remedy: "):
+            registry.interpreting()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not registry.interpreting()

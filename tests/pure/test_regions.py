@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 
+import pytest
 import torch
 
 from tileweave.transport.regions import Regions
@@ -37,3 +40,27 @@ def test_region_is_free_after_its_last_tensor() -> None:
     del part
     gc.collect()
     assert not regions.held
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no shared host memory here")
+def test_forked_process_keeps_its_results() -> None:
+    """The parent lends the regions again, on both sides of one page, and peers write there."""
+    memory = torch.frombuffer(mmap.mmap(-1, 3 * mmap.PAGESIZE), dtype=torch.float32)
+    regions, page = Regions(3), mmap.PAGESIZE // 4
+    places = [memory[10:20], memory[page - 5 : page + 5], memory[page + 5 : 2 * page]]
+    for number, place in enumerate(places):
+        place.fill_(number + 1)
+    lent = [regions.lend(number, place) for number, place in enumerate(places)]
+    begin, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(begin, 1)
+        kept = [bool((each == number + 1).all()) for number, each in enumerate(lent)]
+        lent[0].fill_(7)
+        os._exit(0 if all(kept) else 1)
+    memory.fill_(-1)
+    os.write(go, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (memory == -1).all(), "the process shares nothing that it was lent"
+    os.close(begin)
+    os.close(go)

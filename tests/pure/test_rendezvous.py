@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 import tileweave as tw
-from tileweave.transport import rendezvous
+from tileweave.transport import group_store
+from tileweave.transport.group_store import Conversation
 from tileweave.transport.rendezvous import Meeting, Messages, Texts, meet
 from tileweave.transport.torch_collectives import agree
 
@@ -54,6 +54,23 @@ class Exchange:
         return found + self.all_gather(store, rank, size, value + b"!")
 
 
+@dataclass(eq=False)
+class Rank:
+    """A group, as far as meetings know it: several ranks in one process."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    group_name: str = "three"
+
+
+@pytest.fixture
+def groups_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    monkeypatch.setattr(group_store, "_get_process_group_store", lambda group: group.store)
+
+
 def on_ranks(size: int, function: Callable[[int], object]) -> list:
     with ThreadPoolExecutor(size) as pool:
         return [
@@ -63,11 +80,14 @@ def on_ranks(size: int, function: Callable[[int], object]) -> list:
 
 @pytest.mark.parametrize("one_by_one", [True, False], ids=["2.11", "2.13"])
 @pytest.mark.parametrize("histories", [(0, 0, 0), (7, 0, 3)], ids=["alike", "different"])
-def test_ranks_with_different_histories_meet(histories: tuple[int, ...], one_by_one: bool) -> None:
+def test_ranks_with_different_histories_meet(
+    groups_are_ranks: None, histories: tuple[int, ...], one_by_one: bool
+) -> None:
     common, size = dist.HashStore(), len(histories)
 
     def rank(me: int) -> list[list[bytes]]:
-        messages, seen = Messages(dist.PrefixStore("group", common), "test", me), []
+        group = Rank(common, me, size)
+        messages, seen = Messages(group), []  # type: ignore[arg-type]
         exchange = Exchange(histories[me], one_by_one)
         # calls the methods of the store from C++, as a rendezvous does
         by_torch = dist.PrefixStore("torch", messages)
@@ -84,8 +104,9 @@ def test_ranks_with_different_histories_meet(histories: tuple[int, ...], one_by_
     assert all(other == first for other in others)
 
 
-def test_other_store_keys_pass_through() -> None:
-    messages = Messages(dist.HashStore(), "test", 0)
+def test_other_store_keys_pass_through(groups_are_ranks: None) -> None:
+    group = Rank(dist.HashStore(), 0, 1)
+    messages = Messages(group)  # type: ignore[arg-type]
     messages.start_round(1)
     keys = ["word", "topic/word/3", "topic/5", "topic/6/x"]
     for key in keys:
@@ -100,9 +121,12 @@ def test_other_store_keys_pass_through() -> None:
     assert not messages.check(["word"]), "a round does not see another's messages"
 
 
-def test_rendezvous_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_wait_is_bounded(
+    groups_are_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
-    messages = Messages(dist.HashStore(), "test", 0)
+    group = Rank(dist.HashStore(), 0, 2)
+    messages = Messages(group)  # type: ignore[arg-type]
     messages.start_round(1)
     with pytest.raises(tw.PeerTimeout, match=r"waited 0\.2 s for some rank"):
         Exchange(0).all_gather(messages, 0, 2, b"")
@@ -147,23 +171,12 @@ def test_exchange_returns_texts_of_all_ranks(
     meeting.close()
 
 
-# --- Several ranks in one process: a group is only a rank, a size and the store ---
-
-
-@dataclass(eq=False)
-class Rank:
-    store: dist.Store
-    rank: int
-    size: int
-    group_name: str = "three"
+# --- Several ranks in one process ---
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+def three(groups_are_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "1")
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
-    monkeypatch.setattr(rendezvous, "_get_process_group_store", lambda group: group.store)
     store = dist.HashStore()
     return [Rank(store, rank, 3) for rank in range(3)]
 
@@ -229,41 +242,48 @@ def test_allocation_and_call_comparison_report_the_same_mismatch(three: list[Ran
     assert others == [one, one]
 
 
-class Held:
-    """A store whose ``wait`` ends as ``rule`` says, once all keys are there."""
+class Interrupted(threading.Event):
+    """Ctrl-C comes to the first wait for this event, once ``arrived`` is set."""
 
-    def __init__(self, store: dist.Store, rule: Callable[[], None]) -> None:
-        self._store, self._rule = store, rule
+    def __init__(self, arrived: threading.Event) -> None:
+        super().__init__()
+        self._arrived, self._armed = arrived, True
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._armed:
+            self._armed = False
+            assert self._arrived.wait(10)
+            raise KeyboardInterrupt
+        return super().wait(timeout)
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        self._store.wait(keys, timeout)
-        self._rule()
 
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("how", ["timed out", "interrupted"])
 @pytest.mark.parametrize("late", [True, False], ids=["after the others", "before them"])
 def test_timeout_as_the_last_rank_arrives_is_consistent(
-    three, monkeypatch, late: bool, error: type
+    three, monkeypatch, late: bool, how: str
 ) -> None:
-    """The wait of rank 2 times out when all texts are there. No other rank goes on alone into a
+    """Rank 2 stops waiting when all texts are there. No other rank goes on alone into a
     collective."""
-    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.3")
-    decided, real = threading.Event(), dist.PrefixStore
+    decided, arrived = threading.Event(), threading.Event()
+    wait, begin = Conversation.wait, Conversation.__init__
 
-    def given_up() -> None:
-        assert not late or decided.wait(10)
-        raise error
+    def held(talk: Conversation, keys: list[str], store: dist.Store, seconds: float) -> bool:
+        if not wait(talk, keys, store, seconds):
+            return False  # the next meeting, to which rank 2 does not come
+        if talk.of_rank_2:  # type: ignore[attr-defined]
+            arrived.set()
+            assert not late or decided.wait(10)
+            return False
+        assert late or decided.wait(10)
+        return True
+
+    def marked(talk: Conversation, group: Rank, seconds: float) -> None:
+        begin(talk, group, seconds)  # type: ignore[arg-type]
+        talk.of_rank_2 = group.rank == 2  # type: ignore[attr-defined]
+        if talk.of_rank_2 and how == "interrupted":  # type: ignore[attr-defined]
+            talk.done = Interrupted(arrived)
 
     def rank_of(rank: int) -> str:
-        def held(prefix: str, store: dist.Store) -> Held:
-            return Held(
-                real(prefix, store), given_up if rank == 2 else lambda: late or decided.wait(10)
-            )
-
-        stores.store = held
         try:
             return said(lambda: meet(f"{rank}", three[rank], "a call")[1])
         except KeyboardInterrupt:
@@ -272,14 +292,56 @@ def test_timeout_as_the_last_rank_arrives_is_consistent(
             if (rank == 2) != late:
                 decided.set()
 
-    stores = threading.local()
-    monkeypatch.setattr(
-        rendezvous.dist, "PrefixStore", lambda prefix, store: stores.store(prefix, store)
-    )
+    monkeypatch.setattr(Conversation, "wait", held)
+    monkeypatch.setattr(Conversation, "__init__", marked)
     found = on_ranks(3, rank_of)
     met = "['0', '1', '2']"
     if late:  # another rank has gone on already
-        assert found == [met, met, met if error is RuntimeError else "KeyboardInterrupt"]
+        assert found == [met, met, met if how == "timed out" else "KeyboardInterrupt"]
     else:
         assert [text.partition(":")[0] for text in found[:2]] == ["PeerTimeout"] * 2
-        assert found[2].startswith("PeerTimeout" if error is RuntimeError else "KeyboardInterrupt")
+        assert found[2].startswith("PeerTimeout" if how == "timed out" else "KeyboardInterrupt")
+
+
+def test_threads_and_connections_do_not_add_up(three: list[Rank]) -> None:
+    before = len(group_store._CONNECTIONS)
+    for n in range(20):
+        on_ranks(3, lambda rank, n=n: meet(f"{n}", three[rank], "a call"))
+    names = [thread.name for thread in threading.enumerate()]
+    assert "tileweave-store" not in names and len(group_store._CONNECTIONS) <= before + 3
+
+
+def test_store_that_does_not_answer(three: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends in time. What its thread was about to ask is not asked any more."""
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.1")
+    monkeypatch.setattr(group_store, "GRACE", 0.1)
+    resumed, connect = threading.Event(), group_store._connection
+
+    def stopped(group: dist.ProcessGroup) -> dist.Store:
+        assert resumed.wait(10)
+        return connect(group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_store, "_connection", stopped)
+        began = time.monotonic()
+        text = said(meet, "0", three[0], "a call")
+        assert time.monotonic() - began < 1.0
+    assert text.startswith("PeerTimeout: a call: rank 0 waited 0.1 s for the store of its group")
+    before = threading.active_count()
+    resumed.set()
+    while threading.active_count() >= before:
+        time.sleep(0.01)
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "5")
+    found = on_ranks(3, lambda rank: meet(f"{rank}", three[rank], "a call"))
+    assert found == [(1, ["0", "1", "2"])] * 3
+
+
+def test_store_that_is_gone(three: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> bool:
+        raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(Conversation, "wait", gone)
+    with pytest.raises(tw.PeerTimeout, match="lost its connection to the store") as caught:
+        meet("0", three[0], "a call")  # type: ignore[arg-type]
+    assert caught.value.at == "store" and "Remedy" in str(caught.value)
+    assert isinstance(caught.value.__cause__, dist.DistNetworkError)

@@ -9,7 +9,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tileweave.commands.simulate import app, sweep
+from tileweave.commands.simulate import app
+from tileweave.commands.simulate_show import sweep
 from tileweave.errors import InputError
 from tileweave.planning.costs import Costs
 from tileweave.sim import astra, replay
@@ -126,8 +127,8 @@ def test_every_example_runs() -> None:
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:
-    text = "workload: train\nmodel: llama2-70b\ntp: 16\ncluster: {nodes: 4}\n"
-    with pytest.raises(InputError, match="tp 16; allowed: at most the 8 GPUs of a node"):
+    text = "workload: train\nmodel: llama2-70b\ntp: 12\ncluster: {nodes: 4}\n"
+    with pytest.raises(InputError, match="tp 12; allowed: a divisor or a multiple of the 8 GPUs"):
         simulate_all(scenario_of(parse_document(text, "f")))
     text = "workload: train\nmodel: llama2-70b\ntp: 8\npp: 3\ncluster: {nodes: 4}\n"
     with pytest.raises(InputError, match="a divisor of the GPUs"):

@@ -163,13 +163,30 @@ def test_each_world_size_has_a_curve_and_larger_ones_extra_steps() -> None:
         0.6,
         0.6,
     ]
-    times = [
-        collective_time(
-            "all_gather", 1.0, Group(n), with_gpus(make_cluster("h200"), n), c, graph=True
-        )
-        for n in (2, 4, 8)
-    ]
-    # 2 us for each of four more steps
-    assert times == pytest.approx([1e-5, 1.4e-5, 2.2e-5], rel=1e-3)
+    # 2 us for each of four more steps, without a published curve
+    for n, wanted in ((2, 1e-5), (4, 1.4e-5), (8, 2.2e-5)):
+        found = protocol_of(c, "all_gather", 1.0, n, graph=True)
+        assert found.latency + (n - 1) * found.step == pytest.approx(wanted)
     # before its three steps
     assert protocol_of(c, "all_gather", 1e6, 4).latency == pytest.approx(COSTS.c.nccl_eager + 8e-6)
+
+
+def test_fixed_time_of_a_message_does_not_depend_on_the_links() -> None:
+    """On links half as fast only the time on the wire doubles."""
+    curve = Curve("all_gather", 4, 1e-5, (1e6, 1e9), (0.1, 0.8))
+    for nbytes in (1e6, 3e7, 1e9):
+        wire = nbytes / 450e9
+        fixed = wire / curve.fraction(nbytes) - wire / 0.8
+        assert 2 * wire / curve.fraction(nbytes, 0.5) == pytest.approx(fixed + 2 * wire / 0.8)
+
+
+def test_eight_ranks_take_the_published_curve_of_their_switch() -> None:
+    """Bus bandwidth of 8 GB on links of 450, 200 and 300 GB/s: NVLS reaches more than the links."""
+
+    def bus(device: str) -> float:
+        cluster = make_cluster(device)
+        seconds = collective_time("all_reduce", 8e9, Group(8), cluster, COSTS.c)
+        return 1.75 * 8e9 / seconds / cluster.device.link_rate
+
+    assert bus("h100") == pytest.approx(bus("h800"), rel=0.01) and bus("h100") > 1.05
+    assert bus("a100") < 0.8

@@ -13,18 +13,25 @@ from tileweave.sim import dlrm, moe, serving, training
 from tileweave.sim.cells import holds_cells, read_cells, read_tables
 from tileweave.sim.collectives import Group
 from tileweave.sim.document import parse_document
-from tileweave.sim.machine import make_cluster
+from tileweave.sim.machine import Cluster, make_cluster, presets
 from tileweave.sim.operators import Operators, OpTime
 from tileweave.sim.workload import Scenario, read_scenario, scenario_of, simulate_all
 
-SIXTEEN = make_cluster("h200", gpus_per_node=16)
+
+def of_ranks(device: str, ranks: int) -> Cluster:
+    """A node whose links join ``ranks`` of a known device."""
+    known = presets()["devices"][device]
+    return make_cluster(replace(known, name="own device", gpus_per_node=ranks))
+
+
+SIXTEEN = of_ranks("h200", 16)
 
 
 # --- Groups that tileweave runs unfused ---
 
 
 def operators(world: int, experts: int) -> dict[str, OpTime]:
-    ops, group = Operators(make_cluster("h200", gpus_per_node=world)), Group(world)
+    ops, group = Operators(of_ranks("h200", world)), Group(world)
     return {
         "all_gather": ops.all_gather_matmul(world, 4096, 4096, 8192),
         **{
@@ -63,7 +70,7 @@ def test_sixteen_ranks_per_node_are_unfused_with_a_note(kind: str) -> None:
     scenario = made[kind]()
     # where rows scattered and gathered are faster than an all-reduce, and nothing is fused
     if kind == "prefill":
-        scenario = replace(scenario, cluster=make_cluster("a100", gpus_per_node=16))
+        scenario = replace(scenario, cluster=of_ranks("a100", 16))
     found = simulate_all(scenario)
     assert found.seconds("fused") == found.seconds("unfused") >= found.seconds("bound")
     assert any("16 ranks" in note and "unfused" in note for note in found.notes)
@@ -81,12 +88,27 @@ def test_serving_is_limited_to_one_node() -> None:
     }
     assert found[1].seconds("fused") == found[2].seconds("fused")
     assert not any("nodes" in note for note in found[1].notes)
-    assert [note for note in found[2].notes if "node" in note] == [
+    assert [note for note in found[2].notes if "nodes" in note] == [
         "one replica, inside one node: the other nodes change nothing"
     ]
 
 
 # --- Impossible inputs ---
+
+
+def test_more_gpus_than_links_join_are_refused() -> None:
+    with pytest.raises(InputError, match="16 GPUs per node of h200; allowed: at most the 8"):
+        make_cluster("h200", gpus_per_node=16)
+
+
+def test_rates_in_bits_are_refused() -> None:
+    text = (
+        "workload: train\nmodel: llama2-70b\ncluster:\n  network:\n    nic_rate: 400e9\n"
+        "    fraction: 0.9\n    latency: 5e-6\n    topology: fat_tree\n"
+    )
+    with pytest.raises(InputError, match=r"line 5, field cluster\.network\.nic_rate.*50e9"):
+        scenario_of(parse_document(text, "file.yaml"))
+
 
 # A file: (its text, what the message must name)
 OWN = {

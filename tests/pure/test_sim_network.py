@@ -4,6 +4,7 @@ simulation, closed forms."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -217,7 +218,8 @@ def test_a_mesh_is_limited_by_its_pairs() -> None:
     cluster = make_cluster(device, nodes=1)
     pair = device.link_rate / 3
     assert timed("all_to_all", 4e9, Group(4), cluster) == pytest.approx(1e9 / pair)
-    assert timed("all_gather", 4e9, Group(4), cluster, "ring") == pytest.approx(3e9 / pair)
+    # three rings share the message, one over each link
+    assert timed("all_gather", 4e9, Group(4), cluster, "ring") == pytest.approx(1e9 / pair)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -291,3 +293,15 @@ def test_symmetric_all_to_all_cost_is_per_class() -> None:
         (flows,) = phases("all_to_all", 1e9, Group(1, nodes), view(torus, 1.0), PLAIN)
         counts.append(len(flows))
     assert counts[0] < 64 and counts[1] < 6 * counts[0]  # sides grow fourfold, nodes sixteenfold
+
+
+@pytest.mark.parametrize(("kind", "times", "hops"), [("all_gather", 1, 15), ("all_reduce", 2, 4)])
+def test_nodes_are_pipelined(kind: str, times: int, hops: int) -> None:
+    """Chunks pass the links of a node and the NICs at once: the slower of both, plus the steps,
+    which an all-reduce takes along a tree."""
+    cluster = make_cluster("h200", replace(network("fat_tree"), latency=1e-3), 16)
+    nics = times * 8e9 / 8 * 127 / 128 / cluster.network.nic_rate
+    assert timed(kind, 8e9, Group(8, 16), cluster) == pytest.approx(nics + times * hops * 1e-3)
+    slow = replace(cluster, device=replace(cluster.device, link_rate=50e9))
+    inside = times * 8e9 * 7 / 8 / 50e9
+    assert timed(kind, 8e9, Group(8, 16), slow) == pytest.approx(inside + times * hops * 1e-3)

@@ -316,17 +316,23 @@ def test_valid_timeouts(monkeypatch: pytest.MonkeyPatch, text: str, seconds: flo
     assert limits[1] > 1.05 * limits[0], "a wait for data times out later than one for a meeting"
 
 
-@pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "2000.5", "1 minute"])
+@pytest.mark.parametrize(
+    "text",
+    ["abc", "0", "-1", "nan", "inf", "2000.5", "1 minute", "1e-30", "1_0", "\u0663", "9" * 999],
+)
 def test_invalid_timeouts_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
     with pytest.raises(
         tw.InputError, match=r"asked: TILEWEAVE_TIMEOUT=.*allowed: .*2000.*remedy: "
-    ):
+    ) as caught:
         timeout_seconds()
+    assert len(str(caught.value)) < 250
 
 
 def test_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEWEAVE_TIMEOUT", raising=False)
+    assert timeout_seconds() == 30.0
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "")
     assert timeout_seconds() == 30.0
 
 

@@ -171,12 +171,17 @@ def fused_steps(me: Member, case: Case, kind: str) -> None:
         assert torch.equal(one, other), "steps are not the same bits each time"
 
 
-def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
+def sums_of_runs(me: Member, shifts: tuple[int, ...], last: int = 0) -> None:
     """Table rows are looked up 1 to 33 times, so that runs of equal rows end in, at and after tiles
-    of 8. Sums are exact."""
+    of 8. Sums are exact.
+
+    ``last``: instead, one row of the last table is looked up so often, and ends all positions.
+    """
     runs = (3, 1, 8, 9, 2, 16, 17, 1, 15, 24, 7, 25, 1, 1, 33, 5)
     for shift in shifts:  # where in a tile the runs begin
         counts = [torch.tensor([*[1] * shift, *runs]), torch.tensor(runs[::-1])]
+        if last:
+            counts = [torch.tensor([8 + shift]), torch.tensor([last])]
         batch = max(int(c.sum()) for c in counts)
         generator = torch.Generator().manual_seed(shift)
         rows = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ WAIT_SECONDS = {"gloo": "20", "nccl": "60"}
 START_SECONDS = 90
 # in the environment: ranks of GPU worlds share device 0 (one_gpu.py)
 ON_ONE_GPU = "WORLD_ON_ONE_GPU"
+# in the environment: rank 0 serves the store, as without an agent, and not the process of the tests
+STORE_IN_RANK = "WORLD_STORE_IN_RANK"
 LAST_WORDS = 6000  # characters of output per rank that a failure shows
 
 
@@ -104,7 +107,8 @@ def _device(rank: int, backend: str) -> torch.device:
 
 def _join(rank: int, world_size: int, backend: str, device: torch.device, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    serves = rank == 0 and STORE_IN_RANK in os.environ
+    store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
     options = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -183,6 +187,7 @@ class World:
         self._pipes: list[Connection] = []
         self._logs: list[tempfile._TemporaryFileWrapper[bytes]] = []
         self._store: dist.TCPStore | None = None
+        self._port = 0
 
     def run(self, function: Callable[..., object], *args: object, timeout: float = 60.0) -> list:
         """Run ``function(me, *args)`` on every rank. Return the values by rank."""
@@ -233,7 +238,13 @@ class World:
     def start(self) -> None:
         if self._processes:
             return
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if STORE_IN_RANK in self._environment:
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                self._port = found.getsockname()[1]
+        else:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._port = self._store.port
         for rank in range(self.size):
             here, there = Pipe()
             log = tempfile.NamedTemporaryFile(prefix=f"rank{rank}-")  # noqa: SIM115 - closed in kill()
@@ -246,8 +257,7 @@ class World:
             self._fail(f"a world of {self.size} over {self.backend} did not start", answers)
 
     def _start_rank(self, rank: int, pipe: int, log: int) -> subprocess.Popen[bytes] | Forked:
-        assert self._store is not None, "ranks meet at the store"
-        arguments = (rank, self.size, self.backend, self._store.port)
+        arguments = (rank, self.size, self.backend, self._port)
         if self._forks:
             return server(environment_for(self.backend, {})).fork(
                 self._environment, pipe, log, *arguments

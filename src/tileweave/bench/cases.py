@@ -17,12 +17,15 @@ from tileweave.bench.samples import samples_of
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import Plan, Problem
 
-Block = Literal["large", "odd", "gemv", "small", "smoke"]
+Block = Literal["large", "odd", "gemv", "small", "fp8", "fp8 small", "smoke"]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One problem. ``graph``: timed inside a CUDA graph, as decoding runs it; otherwise eagerly."""
+    """One problem. ``graph``: timed inside a CUDA graph, as decoding runs it; otherwise eagerly.
+
+    ``scales``: of FP8 operands, the kind of those of x; ``dtype`` is then that of the result.
+    """
 
     op: str
     name: str
@@ -32,6 +35,7 @@ class Case:
     graph: bool
     block: Block
     dtype: str = "bfloat16"
+    scales: str = ""
 
     def shard(self, world_size: int) -> tuple[int, int, int]:
         """(rows, cols, depth) of one rank: rows of its shard, columns and depth of its weight."""
@@ -94,6 +98,28 @@ def exchange_cases(op: str, layers: dict[str, tuple[int, int]]) -> list[Case]:
             for m, layer in product(SHORT_SEQUENCES, layers)
         ),
     ]
+
+
+def fp8_cases(
+    op: str, layers: dict[str, tuple[int, int]], large: tuple[int, ...], small: tuple[int, ...]
+) -> list[Case]:
+    """``layers`` with FP8 operands and scales of rows; the most rows also with blocks."""
+
+    def case(layer: str, m: int, graph: bool, block: Block, scales: str = "row") -> Case:
+        name = f"fp8-{scales}-{layer}-m{m}"
+        return Case(op, name, m, *layers[layer], graph, block, scales=scales)
+
+    return [
+        *(case(layer, m, False, "fp8") for m, layer in product(large, layers)),
+        *(case(layer, large[-1], False, "fp8", "block") for layer in layers if large),
+        *(case(layer, m, True, "fp8 small") for m, layer in product(small, layers)),
+    ]
+
+
+def fp8_smoke(op: str, rows: int, cols: int, depth: int) -> Case:
+    """As :func:`smoke_cases`, with FP8 operands."""
+    name = f"smoke-fp8-m{rows}"
+    return Case(op, name, rows, cols, depth, False, "smoke", "float16", scales="row")
 
 
 def smoke_cases(

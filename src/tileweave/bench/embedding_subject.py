@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import embedding_bag
 
 import tileweave as tw
-from tileweave.ops import reference
+from tileweave.bench.subjects import copied, wide
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
 from tileweave.profile.record import Recording
@@ -48,6 +49,12 @@ class EmbeddingOperands:
     def out_shape(self) -> tuple[int, int]:
         begin, end = rows_of(self.batch, len(self.others), self.rank)
         return end - begin, len(self.others) * self.x.shape[0] * self.x.shape[2]
+
+    def to(self, device: torch.device) -> EmbeddingOperands:
+        """A copy on ``device``."""
+        x, w, bias, offsets = copied((self.x, self.w, self.bias, self.offsets), device)
+        others = [tuple(copied(each, device)) for each in self.others]
+        return EmbeddingOperands(x, w, bias, offsets, others, self.rank)
 
 
 class EmbeddingBagAllToAll:
@@ -117,11 +124,21 @@ class EmbeddingBagAllToAll:
 
     def error(self, operands: EmbeddingOperands, got: torch.Tensor, second: object = None) -> float:
         begin, end = rows_of(operands.batch, len(operands.others), operands.rank)
-        blocks = []
+        blocks, batch = [], operands.batch
         for tables, indices, weights in operands.others:
-            blocks += reference.embedding_bag(
-                tables.unbind(0), indices, operands.offsets, weights, operands.batch, False
-            )
+            for number, table in enumerate(tables.unbind(0)):
+                bags = operands.offsets[number * batch : (number + 1) * batch + 1]
+                mine = slice(int(bags[0]), int(bags[-1]))
+                blocks.append(
+                    embedding_bag(
+                        indices[mine],
+                        wide(table),
+                        bags - bags[0],
+                        mode="sum",
+                        per_sample_weights=None if weights is None else wide(weights[mine]),
+                        include_last_offset=True,
+                    )
+                )
         want = torch.cat(blocks, 1)[begin:end]
         # a rank may own empty bags only
-        return float((got.float() - want).norm() / want.norm().clamp(min=1e-30))
+        return float((wide(got) - want).norm() / want.norm().clamp(min=1e-30))

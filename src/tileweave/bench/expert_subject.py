@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.bench.subjects import copied, wide
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording
@@ -43,6 +44,13 @@ class ExpertOperands:
     values: torch.Tensor
     experts: torch.Tensor
     out_shape: tuple[int, int]
+
+    def to(self, device: torch.device) -> ExpertOperands:
+        """A copy on ``device``, with a plan of its own."""
+        tensors = (self.x, self.w, self.bias, self.ids, self.values, self.experts)
+        x, w, bias, ids, values, experts = copied(tensors, device)
+        plan = reference_plan(ids, self.plan.rank, experts.shape[0])
+        return ExpertOperands(x, w, bias, plan, ids, values, experts, self.out_shape)
 
 
 def _routed(
@@ -159,13 +167,11 @@ class DispatchGroupedMatmul(_Experts):
         rows = int(plan.offsets[-1])
         token = plan.row_entry[:rows].long() // _TOPK
         counts = plan.offsets.long().diff()
-        want = torch.zeros(rows, operands.out_shape[1], device=got.device)
+        want = wide(got.new_zeros(rows, operands.out_shape[1]))
         expert = torch.repeat_interleave(torch.arange(_EXPERTS, device=got.device), counts)
         for e in range(_EXPERTS):
-            want[expert == e] = (
-                operands.values[token[expert == e]].float() @ operands.w[e].float().t()
-            )
-        return float((got[:rows].float() - want).norm() / want.norm().clamp(min=1e-30))
+            want[expert == e] = wide(operands.values[token[expert == e]]) @ wide(operands.w[e]).t()
+        return float((wide(got[:rows]) - want).norm() / want.norm().clamp(min=1e-30))
 
 
 class GroupedMatmulCombine(_Experts):
@@ -192,12 +198,12 @@ class GroupedMatmulCombine(_Experts):
     def error(self, operands: ExpertOperands, got: torch.Tensor, second: object = None) -> float:
         rank, tokens = operands.plan.rank, operands.plan.tokens
         ids = operands.ids[rank].long()
-        values = operands.values.view(-1, tokens, _TOPK, operands.values.shape[1])[rank].float()
+        values = wide(operands.values.view(-1, tokens, _TOPK, operands.values.shape[1])[rank])
         experts = operands.experts.clone()
         experts[rank * _EXPERTS : (rank + 1) * _EXPERTS] = operands.w
-        want = torch.zeros_like(got, dtype=torch.float32)
+        want = wide(torch.zeros_like(got))
         for e in range(experts.shape[0]):
             token, j = (ids == e).nonzero(as_tuple=True)
             factor = 1.0 if operands.bias is None else operands.bias[token, j][:, None]
-            want.index_add_(0, token, factor * (values[token, j] @ experts[e].float().t()))
-        return float((got.float() - want).norm() / want.norm().clamp(min=1e-30))
+            want.index_add_(0, token, factor * (values[token, j] @ wide(experts[e]).t()))
+        return float((wide(got) - want).norm() / want.norm().clamp(min=1e-30))

@@ -100,13 +100,31 @@ def _and(values: Iterable[str]) -> str:
 
 def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
     """The tables of ``op``; the reports that they show are added to ``used``, by name."""
+    yield f"## {op}\n"
+    for block, name, report, cases in runs_of(op, folder, machine):
+        title = TITLES[block]
+        shown = f"{title[0].upper()}{title[1:]}"
+        if name:
+            used[name] = report
+            yield f"{shown} ([run](results/{name})):\n"
+            yield from _table(cases)
+            yield ""
+        else:
+            wanted = sum(case.block == block for case in samples_of(op).cases)
+            yield f"{shown}: no run had all of its {wanted} cases.\n"
+
+
+def runs_of(
+    op: str, folder: Path, machine: str
+) -> Iterator[tuple[str, str, Report, list[dict[str, Any]]]]:
+    """For each block of cases that some run has: the block, the name of the last report with all
+    of its cases ("" if there is none), that report, and these cases."""
     paths = folder.rglob(f"{op}-{machine}-*.json")
     reports = {
         path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths
     }
     in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
-    yield f"## {op}\n"
-    for block, title in TITLES.items():
+    for block in TITLES:
         wanted = {case.name for case in samples_of(op).cases if case.block == block}
         found = {
             name: [case for case in reports[name]["cases"] if case["block"] == block]
@@ -117,14 +135,11 @@ def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> I
             for name, cases in found.items()
             if cases and wanted <= {case["name"] for case in cases}
         )
-        name, shown = next(whole, ""), f"{title[0].upper()}{title[1:]}"
+        name = next(whole, "")
         if name:
-            used[name] = reports[name]
-            yield f"{shown} ([run](results/{name})):\n"
-            yield from _table(found[name])
-            yield ""
+            yield block, name, reports[name], found[name]
         elif any(found.values()):
-            yield f"{shown}: no run had all of its {len(wanted)} cases.\n"
+            yield block, "", {}, []
 
 
 def _table(cases: list[dict[str, Any]]) -> Iterator[str]:

@@ -19,6 +19,8 @@ BLOCKS = {
     "odd": "odd sizes, eager",
     "gemv": "a few rows, cold weights, in a CUDA graph",
     "small": "small, in a CUDA graph",
+    "fp8": "FP8 operands, eager",
+    "fp8 small": "FP8 operands, small, in a CUDA graph",
     "smoke": "smoke: interpreted or tiny, times mean nothing",
 }
 # limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over that of tileweave;

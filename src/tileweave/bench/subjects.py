@@ -7,9 +7,9 @@ locally in fp32, without code that is tested. ``bench/samples`` maps operators t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,10 @@ class Operands:
     def out_shape(self) -> tuple[int, int]:
         return self.rows.shape[0], self.columns.shape[0]
 
+    def to(self, device: torch.device) -> Operands:
+        """A copy on ``device``."""
+        return Operands(*copied([getattr(self, f.name) for f in fields(self)], device))
+
 
 class Subject(Protocol):
     """One operator for the commands. ``rank`` and ``size`` are those of the group."""
@@ -94,8 +98,8 @@ class Subject(Protocol):
         ...
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
-        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if a value is
-        NaN."""
+        """``||got - want|| / ||want||`` against fp32 (fp64 on the CPU), the larger of both
+        results; NaN if a value is NaN."""
         ...
 
 
@@ -109,16 +113,16 @@ class _Matmul:
         return tw.explain(self.op, operands.x, operands.w, group=group, **self.options)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
-        columns = operands.columns.float()
+        columns = wide(operands.columns)
         difference = torch.zeros((), dtype=torch.float64, device=got.device)
         norm = difference.clone()
         for begin in range(0, got.shape[0], _CHUNK_ROWS):
             part = slice(begin, begin + _CHUNK_ROWS)
-            want = operands.rows[part].float() @ columns.t()
+            want = wide(operands.rows[part]) @ columns.t()
             if operands.bias is not None:
-                want += operands.bias.float()
+                want += wide(operands.bias)
             norm += want.square().sum(dtype=torch.float64)
-            difference += (got[part].float() - want).square().sum(dtype=torch.float64)
+            difference += (wide(got[part]) - want).square().sum(dtype=torch.float64)
         return (difference / norm).sqrt().item()
 
 
@@ -317,16 +321,16 @@ class MatmulAllReduce(_Matmul):
         assert operands.residual is not None and operands.norm_weight is not None, (
             "draw() makes both"
         )
-        want = operands.rows.float() @ operands.columns.float().t() + operands.residual.float()
+        want = wide(operands.rows) @ wide(operands.columns).t() + wide(operands.residual)
         if operands.bias is not None:
-            want += operands.bias.float()
+            want += wide(operands.bias)
         normed = (
             want
             * torch.rsqrt(want.square().mean(-1, keepdim=True) + _EPS)
-            * operands.norm_weight.float()
+            * wide(operands.norm_weight)
         )
         pairs = ((got, normed), (second, want))
-        return worst_of([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
+        return worst_of([((wide(a) - b).norm() / b.norm()).item() for a, b in pairs])
 
 
 class _Exchanged(_Matmul):
@@ -425,6 +429,16 @@ class AllToAllMatmul(_Exchanged):
         b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
         mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
         return Operands(xs[rank].clone(), w, b, torch.cat([x[mine] for x in xs], 1), w)
+
+
+def copied(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[Any]:
+    """Copies of tensors on ``device``."""
+    return [None if t is None else t.to(device, copy=True) for t in tensors]
+
+
+def wide(t: torch.Tensor) -> torch.Tensor:
+    """``t`` in the precision of expected results: fp64 on the CPU, fp32 on a device."""
+    return t.double() if t.is_cpu else t.float()
 
 
 def normal(

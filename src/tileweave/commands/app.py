@@ -9,7 +9,6 @@ from tileweave import OPERATORS, __version__
 from tileweave.bench.prerequisites import file_for, folder_for, need, need_kernels, picture_for
 from tileweave.errors import InputError, require
 from tileweave.launcher import (
-    DeviceType,
     RankFailure,
     default_device_type,
     default_world_size,
@@ -24,6 +23,8 @@ try:
 
     from tileweave.bench.console import console
     from tileweave.commands.explore import fuzz, mutate
+    from tileweave.commands.options import Device, World, place
+    from tileweave.commands.report import report
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise
@@ -40,11 +41,6 @@ app = typer.Typer(
 STAMPED = tuple(name for name, spec in SPECS.items() if spec.traced == "stamps")
 WATCHED = tuple(name for name, spec in SPECS.items() if spec.traced == "waits")
 WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
-World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
-Device = Annotated[
-    Literal["auto", "cuda", "cpu"],
-    typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels."),
-]
 
 
 def _operator(name: str) -> str:
@@ -56,12 +52,20 @@ def _operator(name: str) -> str:
     return name
 
 
-def _place(device: str, world: int | None) -> tuple[DeviceType, int]:
-    """The kind of device to run on, and the number of ranks."""
-    kind: DeviceType = (
-        default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
-    )
-    return kind, default_world_size(kind, world)
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -115,7 +119,7 @@ def demo(
     from tileweave.commands.demo import closing, table_of
     from tileweave.commands.demo import demo as run
 
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     need_kernels("tileweave demo", kind)
     folder_for(out)
     screen = console()
@@ -149,6 +153,17 @@ def _write_traces(traces: list[Any], out: Path) -> None:
         )
 
 
+def _refuse_without(option: str, given: bool, others: dict[str, object]) -> None:
+    """Refuse options that have no effect without another one."""
+    ignored = [name for name, value in others.items() if value is not None and not given]
+    require(
+        not ignored,
+        f"{', '.join(ignored)} without {option}",
+        "with it only",
+        f"add {option}, or drop the rest",
+    )
+
+
 @app.command()
 def check(
     world: Annotated[
@@ -166,34 +181,54 @@ def check(
         bool,
         typer.Option("--stress", help="Random calls instead: two groups and streams, graphs."),
     ] = False,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Random calls of random shapes, each checked in fp64.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="How long (--soak; default: 10).")
+    ] = None,
+    faults: Annotated[
+        str | None, typer.Option(help="stop, starve, kill: what is done to a rank (--soak).")
+    ] = None,
+    shapes: Annotated[
+        int | None, typer.Option(min=1, help="How many shapes are drawn (--soak; default: 500).")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the random calls (--stress; default: 1).")
+        int | None, typer.Option(help="Seed of random calls (--stress, --soak; default: 1).")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the counts here (--stress).")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report here (--stress, --soak).")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Check the operators against fp32 on this machine: shapes, late ranks, two groups, CUDA
     graphs."""
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     need_kernels("tileweave check", kind)
+    _refuse_without("--stress", stress, {"--seconds": seconds})
+    _refuse_without("--soak", soak, {"--minutes": minutes, "--faults": faults, "--shapes": shapes})
+    _refuse_without("--stress or --soak", stress or soak, {"--seed": seed, "--json": json})
+    require(not (stress and soak), "--stress and --soak", "one of them", "drop one")
+    number, right = 1 if seed is None else seed, True
+    if soak:
+        from tileweave.commands.soak import Wish, print_report
+        from tileweave.commands.soak import soak as run_soak
+
+        kinds = tuple(filter(None, (faults or "").split(",")))
+        wish = Wish(calls or 0, 60.0 * (minutes or 10.0), number, shapes or 500, kinds)
+        right = print_report(run_soak(kind, size, wish), console(), file_for(json))
     if stress:
+        from tileweave.commands.stress import run_and_print
+
         calls = calls or (100_000 if kind == "cuda" else 40)
-        _stress(kind, size, calls, 1 if seed is None else seed, seconds or 900.0, file_for(json))
+        right = run_and_print(kind, size, calls, number, seconds or 900.0, file_for(json))
+    if not right:
+        raise typer.Exit(1)
+    if stress or soak:
         return
-    ignored = [
-        name
-        for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json))
-        if value is not None
-    ]
-    require(
-        not ignored,
-        f"{', '.join(ignored)} without --stress",
-        "with it only",
-        "add --stress, or drop the rest",
-    )
     from tileweave.commands.check import check as run
     from tileweave.commands.check import note_on, table_of
 
@@ -216,48 +251,6 @@ def check(
             screen.print(line)
     if failures or not all(row.right for row in rows):
         screen.print("[bold red]not right on this machine")
-        raise typer.Exit(1)
-
-
-def _stress(
-    kind: DeviceType, size: int, calls: int, seed: int, seconds: float, json: Path | None
-) -> None:
-    """One world, as large as possible. A hang becomes an error within a minute, so the world always
-    ends."""
-    from dataclasses import asdict
-    from json import dumps
-    from os import environ
-
-    from tileweave.bench.environment import environment
-    from tileweave.commands.check import note_on
-    from tileweave.commands.stress import stress as run
-
-    # peers may be compiling
-    patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}
-    outcome = launch(
-        run,
-        calls,
-        seed,
-        seconds,
-        world_size=size,
-        device_type=kind,
-        seconds=seconds + 120,
-        extra=patience,
-    )
-    if outcome is None:
-        return
-    screen = console()
-    for name, count in sorted(outcome.counts.items()):
-        path = f", by {outcome.paths[name]}" if name in outcome.paths else ""
-        screen.print(f"{name}: {count} on rank 0{path}", markup=False)
-    screen.print(str(outcome), markup=False, soft_wrap=True)
-    for line in note_on(outcome.paths.values()):
-        screen.print(line)
-    if json is not None:
-        json.write_text(dumps({"environment": environment(), **asdict(outcome)}, indent=1) + "\n")
-    if not outcome.moves:
-        screen.print("[bold red]nothing was checked: time ran out before the first call")
-    if not outcome.right or not outcome.moves:
         raise typer.Exit(1)
 
 
@@ -469,7 +462,7 @@ def tune(
             "asked: to tune; allowed: on two GPUs or more, since interpreted kernels have no "
             "meaningful time; remedy: run it there, or try the command with --device cpu"
         )
-    kind, size = _place(device, world if tp is None else tp)
+    kind, size = place(device, world if tp is None else tp)
     need_kernels("tileweave tune", kind)
     file_for(json)
     outcome = launch(
@@ -514,8 +507,9 @@ def trace(
     from tileweave.bench.cases import Case
     from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
+    from tileweave.profile.trace import in_words
 
-    kind, size = _place(device, world)
+    kind, size = place(device, world)
     allowed, remedy = (
         f"one of {', '.join((*STAMPED, *WATCHED))}",
         "name one of these: kernels of other operators have no stamps",
@@ -540,6 +534,8 @@ def trace(
         return
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
+    for line in in_words(found):
+        screen.print(line, markup=False, soft_wrap=True)
     if not found.events:
         none = (
             f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; "
@@ -568,6 +564,9 @@ def simulate(context: typer.Context) -> None:
 
 app.command()(fuzz)
 app.command()(mutate)
+
+
+app.command()(report)
 
 
 def main() -> None:

@@ -254,3 +254,9 @@ def trace_one(
         f"{op}: {shape} per rank, {dtype}, {short(recording.plan)}", recording, member.group
     )
     return trace, recording.plan
+
+
+def trace_of_case(member: Member, case: DemoCase) -> Trace:
+    """The trace of the last call of a case of the demo. Collective."""
+    with Steps("trace", 1, show=False) as steps:
+        return _run_case(member, case, 0, steps)[1]

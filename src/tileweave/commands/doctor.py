@@ -75,7 +75,7 @@ def diagnose() -> Diagnosis:
     found.devices = _devices(count)
     found.peer_access = [[i == j or _peer(i, j) for j in range(count)] for i in range(count)]
     linked = all(all(row) for row in found.peer_access)
-    machine = _guarded(_machine, CPU) if count else CPU
+    machine = machine_here()
     found.verdicts = _verdicts(count, linked, machine)
     return found
 
@@ -92,10 +92,12 @@ def _peer(one: int, other: int) -> bool:
     return bool(_guarded(lambda: torch.cuda.can_device_access_peer(one, other), False))
 
 
-def _machine() -> Machine:
+def machine_here() -> Machine:
+    """What plans know about this machine."""
     from tileweave.transport.cuda import describe
 
-    return describe(0)
+    count = _guarded(torch.cuda.device_count, 0)
+    return _guarded(lambda: describe(0), CPU) if count else CPU
 
 
 def _software() -> list[Fact]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, folder_for, need
 from tileweave.errors import InputError, require
 
 try:
+    from tileweave.commands.public_audit import audit
+    from tileweave.commands.simulate_show import progress_on, show
     from tileweave.planning.costs import REFERENCE, Calibration, Costs, load_calibration
-    from tileweave.sim import advise as advice
     from tileweave.sim import (
         astra,
-        chakra,
         dlrm,
         fit,
+        flux,
         moe,
         perfetto,
         report,
@@ -36,12 +33,11 @@ try:
     from tileweave.sim import replay as replaying
     from tileweave.sim.cells import RULE, Cell, holds_cells, read_cells
     from tileweave.sim.crosscheck import compare
+    from tileweave.sim.document import located, open_document
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
     from tileweave.sim.measurements import UNSTEADY, merge_runs
     from tileweave.sim.packaged import packaged_cells
-    from tileweave.sim.sensitivity import sensitivity
-    from tileweave.sim.step import Result
-    from tileweave.sim.workload import Scenario, cluster_notes, read_scenario, simulate_all
+    from tileweave.sim.workload import Scenario, cluster_notes, scenario_of
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
@@ -70,7 +66,7 @@ PerNode = Annotated[
     int | None,
     typer.Option(min=1, help="GPUs per node (default: the usual number for the device)."),
 ]
-Tp = Annotated[int, typer.Option(help="Tensor-parallel degree, inside a node.")]
+Tp = Annotated[int, typer.Option(help="Tensor-parallel degree.")]
 Imbalance = Annotated[
     float,
     typer.Option(help="Load of the busiest GPU above the average; 0: balanced, 0.3: 30 % more."),
@@ -101,15 +97,6 @@ Cells = Annotated[
 ]
 
 
-@contextmanager
-def _progress(screen: Console) -> Iterator[Callable[[str], None]]:
-    """Show what is being done: a spinner on a terminal, nothing elsewhere."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("simulates")
-        yield lambda text: bar.update(task, description=text)
-
-
 def _calibration(path: Path | None) -> Calibration:
     return load_calibration(str(path) if path else None)
 
@@ -128,106 +115,6 @@ def _cluster(
     return made
 
 
-def _show(
-    scenario: Scenario,
-    calibration: Path | None,
-    sense: bool,
-    advise: bool,
-    out: Path | None,
-    export: Path | None,
-    detail: Any,
-) -> None:
-    screen, used = console(), _calibration(calibration)
-    folder_for(out)
-    folder_for(export)
-    with _progress(screen) as say:
-        result = simulate_all(scenario, used, progress=say)
-        found = sensitivity(scenario, used, say) if sense else []
-        advised = advice.advise(scenario, used, say) if advise else None
-    screen.print(report.result_table(result), report.phase_table(result), sep="\n")
-    if found:
-        screen.print(report.sensitivity_table(result, found))
-    if advised is not None:
-        for table in report.advice_tables(advised):
-            screen.print(table)
-        for line in advised.rejected:
-            screen.print(f"not possible: {line}", markup=False, style="dim")
-    for note in result.notes:
-        screen.print(f"note: {note}", markup=False, style="dim")
-    screen.print(f"simulated in {result.wall:.2f} s", style="dim")
-    if out is not None:
-        for path in _write(result, scenario, used, out, screen):
-            screen.print(f"wrote {path}", markup=False)
-    if export is not None:
-        with _progress(screen) as say:
-            say("writes traces")
-            step = result.timelines["fused"]
-            paths = chakra.export(step, export, detail=detail)
-            # one replica of a served model may be part of a node
-            traced = with_gpus(scenario.cluster, step.world_size)
-            paths += astra.export(traced, Costs(traced.device, used.coefficients), export)
-        screen.print(f"wrote {len(paths)} files to {export}", markup=False)
-
-
-def _write(
-    result: Result, scenario: Scenario, used: Calibration, out: Path, screen: Console
-) -> Iterator[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    name = scenario.title.replace(" ", "-")
-    numbers = {
-        "title": result.title,
-        "cluster": result.cluster,
-        "notes": result.notes,
-        "samples": result.samples,
-        "unit": result.unit,
-        "seconds": {mode: timeline.seconds for mode, timeline in result.timelines.items()},
-        "phases": {mode: timeline.phases() for mode, timeline in result.timelines.items()},
-    }
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
-    yield path
-    yield perfetto.write(
-        perfetto.timeline_events(result.timelines["fused"]), out / f"{name}.trace.json"
-    )
-    try:
-        from tileweave.sim import plots
-    except ModuleNotFoundError as error:
-        screen.print(
-            f"no picture, since {error.name} is missing: pip install matplotlib", markup=False
-        )
-        return
-    yield plots.plot_phases(result, out / f"{name}.png")
-    if scenario.kind in ("dlrm", "train") and scenario.cluster.nodes > 1:
-        yield plots.plot_sweep(sweep(scenario, used), out / f"{name}-nodes.png")
-
-
-def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int, Result]]:
-    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, if it fits.
-
-    The batch grows with the nodes.
-    """
-    found = []
-    for factor in (0.125, 0.25, 0.5, 1, 2):
-        nodes = int(scenario.cluster.nodes * factor)
-        work = scenario.workload
-        batch = work.global_batch * nodes if isinstance(work, training.Training) else 0
-        # the same number of samples per node at every point, or no point
-        if nodes < 1 or batch % scenario.cluster.nodes:
-            continue
-        if isinstance(work, training.Training):
-            work = replace(work, dp=0, global_batch=batch // scenario.cluster.nodes)
-        try:
-            cluster = replace(
-                scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=())
-            )
-            found.append(
-                (nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used))
-            )
-        except InputError:
-            continue
-    return found
-
-
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="A workload in YAML, see docs/simulator.md.")],
@@ -239,7 +126,12 @@ def run(
     calibration: Calib = None,
 ) -> None:
     """Simulate what a YAML file describes."""
-    _show(read_scenario(file), calibration, sense, advise, out, export, detail)
+    spot = open_document(file)
+    scenario = scenario_of(spot)
+    try:
+        show(scenario, _calibration(calibration), sense, advise, out, export, detail)
+    except InputError as error:  # of fields that are valid alone but not together
+        raise located(spot, error) from None
 
 
 @app.command()
@@ -258,8 +150,23 @@ def train(
     micro_batch: Annotated[int, typer.Option(help="Samples per micro-batch.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: as the model was trained.")] = 0,
     recompute: Annotated[
-        Literal["none", "full"], typer.Option(help="full: a second forward before each backward.")
+        Literal["none", "selective", "full"],
+        typer.Option(help="full: a second forward before each backward."),
     ] = "none",
+    virtual_pipeline: Annotated[
+        int, typer.Option(help="Parts of the model on each stage (interleaved 1F1B).")
+    ] = 1,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share a sequence.")] = 1,
+    schedule: Annotated[
+        Literal["1f1b", "zero_bubble"], typer.Option(help="Order of the pipeline.")
+    ] = "1f1b",
+    gradients: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="How gradients are kept and reduced.")
+    ] = "fp32",
+    sharding: Annotated[
+        Literal["none", "optimizer", "gradients", "parameters"],
+        typer.Option(help="What data parallel ranks share out: ZeRO 0 to 3, the last is FSDP."),
+    ] = "optimizer",
     device: Device = "h200",
     network: Net = "ib-400",
     nodes: Nodes = None,
@@ -272,8 +179,7 @@ def train(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """One step of Megatron-style training: data, pipeline and tensor parallel, 1F1B, sequence
-    parallel."""
+    """One step of Megatron-style training: data, pipeline, context and tensor parallel."""
     work = training.by_name(
         _known(model, "transformers"),
         tp=tp,
@@ -283,9 +189,14 @@ def train(
         micro_batch=micro_batch,
         seq=seq,
         recompute=recompute,
+        virtual_pipeline=virtual_pipeline,
+        context_parallel=context_parallel,
+        schedule=schedule,
+        gradients=gradients,
+        sharding=sharding,
     )
     scenario = Scenario("train", work, _cluster(device, network, nodes, gpus, gpus_per_node))
-    _show(scenario, calibration, sense, advise, out, export, detail)
+    show(scenario, _calibration(calibration), sense, advise, out, export, detail)
 
 
 @app.command()
@@ -295,13 +206,22 @@ def serve(
     ] = "llama3-70b",
     tp: Tp = 4,
     phase: Annotated[
-        Literal["prefill", "decode"], typer.Option(help="Whole prompts, or one token of each.")
+        Literal["prefill", "decode", "generate"],
+        typer.Option(help="Whole prompts, one token of each, or prompts and all --output tokens."),
     ] = "prefill",
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
     seq: Annotated[
         int, typer.Option(help="Tokens of a prompt; in decode: those in the cache.")
     ] = 2048,
+    pp: Annotated[int, typer.Option(help="Pipeline stages, over nodes.")] = 1,
+    output: Annotated[int, typer.Option(help="Tokens that generate makes of each prompt.")] = 0,
+    all_reduce: Annotated[
+        Literal["engine", "nccl"],
+        typer.Option(help="Of the baseline: an engine's own where NCCL is slower, or NCCL."),
+    ] = "engine",
     device: Device = "h200",
+    network: Net = "ib-400",
+    nodes: Nodes = None,
     gpus_per_node: PerNode = None,
     out: Out = None,
     advise: Advise = False,
@@ -310,10 +230,27 @@ def serve(
     detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:
-    """One prefill or one decoding step, tensor parallel inside a node."""
-    cluster = _cluster(device, "ib-400", None, None, gpus_per_node)
-    work = serving.by_name(_known(model, "transformers"), tp=tp, phase=phase, batch=batch, seq=seq)
-    _show(Scenario("serve", work, cluster), calibration, sense, advise, out, export, detail)
+    """A prefill, a decoding step or whole requests, tensor and pipeline parallel."""
+    cluster = _cluster(device, network, nodes, None, gpus_per_node)
+    work = serving.by_name(
+        _known(model, "transformers"),
+        tp=tp,
+        phase=phase,
+        batch=batch,
+        seq=seq,
+        pp=pp,
+        output=output,
+        all_reduce=all_reduce,
+    )
+    show(
+        Scenario("serve", work, cluster),
+        _calibration(calibration),
+        sense,
+        advise,
+        out,
+        export,
+        detail,
+    )
 
 
 @app.command(name="moe")
@@ -330,6 +267,19 @@ def moe_command(
     tokens: Annotated[int, typer.Option(help="Tokens per GPU.")] = 4096,
     seq: Annotated[int, typer.Option(help="Tokens per sample, for attention.")] = 4096,
     imbalance: Imbalance = 0.0,
+    phase: Annotated[
+        Literal["forward", "prefill", "decode"],
+        typer.Option(help="The layers alone, or a step of an engine with its host."),
+    ] = "forward",
+    exchange: Annotated[
+        Literal["nccl", "normal", "low_latency"],
+        typer.Option(help="Of the baseline: NCCL, or DeepEP's kernels for many or few tokens."),
+    ] = "nccl",
+    fp8: Annotated[bool, typer.Option("--fp8", help="Matmuls and dispatch in FP8.")] = False,
+    two_batch: Annotated[
+        bool, typer.Option("--two-batch", help="Two halves overlap each other's communication.")
+    ] = False,
+    redundant: Annotated[int, typer.Option(help="Copies of experts.")] = 0,
     device: Device = "h200",
     network: Net = "ib-400",
     nodes: Nodes = None,
@@ -343,14 +293,25 @@ def moe_command(
     calibration: Calib = None,
 ) -> None:
     """The layers of a mixture-of-experts model, forward, with experts sharded over ranks."""
-    work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, seq=seq, imbalance=imbalance)
+    work = moe.by_name(
+        _known(model, "moe"),
+        ep=ep,
+        tokens=tokens,
+        seq=seq,
+        imbalance=imbalance,
+        phase=phase,
+        exchange=exchange,
+        fp8=fp8,
+        two_batch=two_batch,
+        redundant=redundant,
+    )
     scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
-    _show(scenario, calibration, sense, advise, out, export, detail)
+    show(scenario, _calibration(calibration), sense, advise, out, export, detail)
 
 
 @app.command(name="dlrm")
 def dlrm_command(
-    model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
+    model: Annotated[str, typer.Argument(help="dlrm-ours, dlrm-v2 or dlrm-sc24.")] = "dlrm-ours",
     imbalance: Imbalance = 0.0,
     slices: Annotated[
         int,
@@ -359,6 +320,9 @@ def dlrm_command(
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Send indices during the step before.")
     ] = False,
+    update: Annotated[
+        Literal["tileweave", "torch"], typer.Option(help="Whose update of tables, in all modes.")
+    ] = "tileweave",
     device: Device = "h200",
     network: Net = "ib-400",
     nodes: Nodes = None,
@@ -373,10 +337,14 @@ def dlrm_command(
 ) -> None:
     """One training step of a recommendation model, with tables sharded over ranks."""
     work = dlrm.by_name(
-        _known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch
+        _known(model, "dlrm"),
+        imbalance=imbalance,
+        slices=slices,
+        prefetch=prefetch,
+        update=update,
     )
     scenario = Scenario("dlrm", work, _cluster(device, network, nodes, gpus, gpus_per_node))
-    _show(scenario, calibration, sense, advise, out, export, detail)
+    show(scenario, _calibration(calibration), sense, advise, out, export, detail)
 
 
 @app.command()
@@ -430,7 +398,7 @@ def replay(
         )
     for line in replaying.doubts(traces):
         screen.print(f"note: {line}", markup=False, style="yellow")
-    with _progress(screen) as say:
+    with progress_on(screen) as say:
         timeline = replaying.replay(traces, cluster, coefficients, progress=say)
     screen.print(
         f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; "
@@ -461,19 +429,31 @@ def trust_command(
     device: Annotated[
         str, typer.Option(help="What the cells were measured on; the calibration is of H200.")
     ] = REFERENCE,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="Errors against figures that others published, instead."),
+    ] = False,
 ) -> None:
     """Errors against measured cells, fitted and held out separately; published tables and the
     model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
+    if public:
+        require(
+            not cells, "--cells with --public", "one of both", "leave --cells out: the table is own"
+        )
+        with progress_on(screen) as say:
+            audit(screen, used, every, out, say)
+        return
     measured = _measured(cells, device)
     merged, unsteady = merge_runs(measured)
-    with _progress(screen) as say:
+    with progress_on(screen) as say:
         say(f"predicts {len(merged)} cells")
         judged, unknown = trust.judge(merged, used, device)
         say("published tables")
         published = trust.published(used)
+        models = flux.model_table(used, say)
     screen.print(f"rule: {RULE}", markup=False)
     for side in ("fit", "held out", "input", "outside"):
         rows = trust.summarise(judged, side)
@@ -492,7 +472,7 @@ def trust_command(
         screen.print(report.cell_table(judged))
     for cell in unknown:
         screen.print(f"no model: {cell}", markup=False, style="dim")
-    screen.print(report.published_table(published))
+    screen.print(report.published_table(published), report.flux_table(models), sep="\n")
     if out is not None:
         from tileweave.sim import plots
 
@@ -500,7 +480,8 @@ def trust_command(
             report.summary_table(f"## {side}", trust.summarise(judged, side), True)
             for side in ("fit", "held out")
         ]
-        tables += [report.published_table(published, True), report.unsteady_table(unsteady)]
+        tables += [report.published_table(published, True), report.flux_table(models, True)]
+        tables.append(report.unsteady_table(unsteady))
         tables.append(report.cell_table(judged, True))
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
@@ -534,7 +515,7 @@ def crosscheck(
 ) -> None:
     """Compare the network model with SimGrid, if it is installed."""
     screen = console()
-    with _progress(screen) as say:
+    with progress_on(screen) as say:
         found = compare(nodes, say)
     screen.print(report.crosscheck_table(found))
 
@@ -544,7 +525,7 @@ def machines() -> None:
     """List devices, networks and models, with their sources."""
     from rich.table import Table
 
-    from tileweave.sim.machine import presets
+    from tileweave.sim.machine import presets, published_curves
     from tileweave.sim.transformer import catalogue
 
     screen = console()
@@ -566,6 +547,13 @@ def machines() -> None:
             f"{net.latency * 1e6:g}",
             net.topology,
         )
+    screen.print(table)
+    table = Table(
+        "NCCL in a node, published", "ranks", "link GB/s", "large: of the links", "source"
+    )
+    for one in published_curves():
+        words = (str(one.curve.world), f"{one.link_rate / 1e9:g}", f"{one.curve.fractions[-1]:.0%}")
+        table.add_row(one.curve.kind, *words, one.source)
     screen.print(table)
     for kind in ("transformers", "moe", "dlrm"):
         screen.print(f"{kind}: {', '.join(catalogue(kind))}")

@@ -16,22 +16,27 @@ separately from wrong results.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.console import Steps
+from tileweave.bench.console import Steps, console
+from tileweave.bench.environment import environment
 from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, Operands, Shape, Subject, poisoned, worst
-from tileweave.launcher import Member
+from tileweave.commands.check import note_on
+from tileweave.launcher import DeviceType, Member, launch
 from tileweave.ops.core.registry import name_of
 from tileweave.transport.protocol import EPOCH
 from tileweave.transport.workspace import REGISTRY, Workspace
@@ -382,3 +387,37 @@ def stress(member: Member, calls: int, seed: int, seconds: float) -> Outcome:
     member.barrier()
     tw.close()
     return outcome
+
+
+def run_and_print(
+    kind: DeviceType, size: int, calls: int, seed: int, seconds: float, file: Path | None
+) -> bool:
+    """One world, as large as possible. A hang becomes an error within a minute, so the world always
+    ends. Returns whether all was right."""
+    # peers may be compiling
+    patience = {"TILEWEAVE_TIMEOUT": os.environ.get("TILEWEAVE_TIMEOUT", "60")}
+    outcome = launch(
+        stress,
+        calls,
+        seed,
+        seconds,
+        world_size=size,
+        device_type=kind,
+        seconds=seconds + 120,
+        extra=patience,
+    )
+    if outcome is None:  # another rank of torchrun
+        return True
+    screen = console()
+    for name, count in sorted(outcome.counts.items()):
+        path = f", by {outcome.paths[name]}" if name in outcome.paths else ""
+        screen.print(f"{name}: {count} on rank 0{path}", markup=False)
+    screen.print(str(outcome), markup=False, soft_wrap=True)
+    for line in note_on(outcome.paths.values()):
+        screen.print(line)
+    if file is not None:
+        text = json.dumps({"environment": environment(), **asdict(outcome)}, indent=1)
+        file.write_text(text + "\n")
+    if not outcome.moves:
+        screen.print("[bold red]nothing was checked: time ran out before the first call")
+    return outcome.right and outcome.moves > 0

@@ -505,6 +505,21 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1, 2, 3),
     ),
     MatmulReduce(
+        "by shards",
+        "matmul_reduce_scatter",
+        triton_config("copy_engine", kernel="library"),
+        ((12, 16, 16), (24, 8, 16)),
+        (1, 2, 3),
+    ),
+    MatmulReduce(
+        "by shards, captured",
+        "matmul_reduce_scatter",
+        triton_config("copy_engine", kernel="library"),
+        ((12, 16, 16),),
+        (1, 2),
+        captured=True,
+    ),
+    MatmulReduce(
         "library",
         "matmul_all_reduce",
         triton_config("sm", kernel="library"),

@@ -4,9 +4,9 @@
 >>> model = GPTModel(config, get_gpt_layer_spec(), ...)
 
 A model of Megatron-core is built from a specification, which names the class of each part.
-:func:`with_tileweave` copies one and replaces two classes by subclasses, of which only ``forward``
-differs: initialization, checkpoints (``sharded_state_dict``) and gradients of replicated parameters
-are Megatron's.
+:func:`with_tileweave` copies one and replaces three classes by subclasses, of which only the
+computation differs: initialization, checkpoints (``sharded_state_dict``) and gradients of
+replicated parameters are Megatron's.
 
 =========================  ===================  ==================================================
 class                      sequence parallel    with tileweave
@@ -14,13 +14,14 @@ class                      sequence parallel    with tileweave
 ``ColumnParallelLinear``   yes                  :func:`tileweave.all_gather_matmul`
 ``RowParallelLinear``      yes                  :func:`tileweave.matmul_reduce_scatter`
 ``RowParallelLinear``      no                   :func:`tileweave.matmul_all_reduce`
+``MoELayer``               either               :func:`tileweave.dispatch_grouped_matmul` and
+                                                :func:`tileweave.grouped_matmul_combine`
 =========================  ===================  ==================================================
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import torch
@@ -33,16 +34,15 @@ from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 try:
     from megatron.core import tensor_parallel as _tp
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_layer as _moe
     from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from tileweave.integrations._megatron_experts import DTYPES, MoELayer, warn_once
 except ImportError as error:
     raise InputError(
         "asked: tileweave.integrations.megatron; allowed: with megatron-core 0.16; "
         f"remedy: pip install 'tileweave[megatron]' ({error})"
     ) from error
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_LOG = logging.getLogger("tileweave")
-_WARNED: set[str] = set()
 
 
 def get_gpt_layer_spec(*args: Any, **options: Any) -> ModuleSpec:
@@ -143,16 +143,15 @@ class RowParallelLinear(_tp.RowParallelLinear):
 _REPLACED_BY: dict[Any, Any] = {
     _tp.ColumnParallelLinear: ColumnParallelLinear,
     _tp.RowParallelLinear: RowParallelLinear,
+    _moe.MoELayer: MoELayer,
 }
 
 
 def _takes(layer: Any, weight: torch.Tensor) -> bool:
     """Whether the operators take this layer; a warning says why not, once a reason."""
     reason = _why_stock(layer, weight)
-    if reason and reason not in _WARNED:
-        _WARNED.add(reason)
-        name = type(layer).__name__
-        _LOG.warning("%s keeps the forward of Megatron-core: %s", name, reason)
+    if reason:
+        warn_once(f"{type(layer).__name__} keeps the forward of Megatron-core: {reason}")
     return reason is None
 
 

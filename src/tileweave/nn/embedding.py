@@ -100,8 +100,8 @@ class ShardedEmbeddingBag(nn.Module):
     Notes
     -----
     Compilers do not trace the exchange of indices, so a compiled module is not one full graph. With
-    Inductor set ``reorder_for_peak_memory`` to False if ranks have different tables (README,
-    limits).
+    Inductor set ``reorder_for_peak_memory`` to False if ranks have different tables (guide to
+    torch.compile).
     """
 
     rate: torch.Tensor

@@ -27,6 +27,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
 
@@ -92,7 +93,23 @@ def matmul_all_reduce(
     and ``residual_out`` get the results, if given.
     """
     to = out if norm_weight is None else residual_out
-    y = collectives.all_reduce(_partial(x, w, bias, group, to), group)
+    partial = _partial(x, w, bias, group, to)
+    return _added(partial, residual, norm_weight, norm_eps, group, out, residual_out)
+
+
+def _added(
+    partial: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum over ranks of a partial sum, plus residual, and its norm; see
+    :func:`matmul_all_reduce`."""
+    to = out if norm_weight is None else residual_out
+    y = collectives.all_reduce(partial, group)
     if residual is not None:
         y = torch.add(y, residual, out=to)
     if to is not None and y is not to:
@@ -112,6 +129,67 @@ def _partial(
 ) -> torch.Tensor:
     """This rank's partial sum; that of rank 0 includes the bias, so that it is added once."""
     return _multiply(x, w, bias if bias is not None and group.rank() == 0 else None, out)
+
+
+# --- FP8 operands ---
+# ``parts``: FP8 data of x [rows, K], and its scale as it travels (``ops/matmul/scaled.py``). On the
+# CPU products are computed in fp32 on the values that operands represent.
+
+
+def all_gather_scaled_matmul(
+    parts: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """product(gather(x)) [R * m, n], in ``out`` if given. Data and scales are gathered by a
+    collective each."""
+    size = group.size()
+    if size == 1:
+        return product(parts, out)
+    data, scale = parts
+    # as bytes: gloo, and NCCL before 2.24, have no 8-bit floats
+    everyone = collectives.all_gather(data.view(torch.uint8), group).view(data.dtype)
+    scales = collectives.all_gather(scale.unsqueeze(0), group)  # [R, ...], as they travel
+    return product.of_all_ranks(everyone, scales, out)
+
+
+def scaled_matmul_reduce_scatter(
+    parts: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of product(x), plus bias, in ``out`` if given."""
+    return collectives.reduce_scatter(_scaled_partial(parts, product, bias, group), group, out)
+
+
+def scaled_matmul_all_reduce(
+    parts: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As :func:`matmul_all_reduce`, of product(x)."""
+    to = out if norm_weight is None else residual_out
+    partial = _scaled_partial(parts, product, bias, group, to)
+    return _added(partial, residual, norm_weight, norm_eps, group, out, residual_out)
+
+
+def _scaled_partial(
+    parts: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return product._replace(bias=bias if group.rank() == 0 else None)(parts, out)
 
 
 # --- Exchanges ---

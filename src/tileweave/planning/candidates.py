@@ -11,6 +11,8 @@ from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.chunks import fits_chunks
 
+FP8_ARCH = 89  # compute capability, times ten, of the first GPUs whose tensor cores take FP8
+
 
 def _launch(tile_n: int, num_warps: int = 8, tile_m: int = 16) -> MatmulConfig:
     """cuBLAS and one launch that communicates, by blocks of ``tile_m`` x ``tile_n`` elements."""
@@ -71,6 +73,20 @@ _REDUCE = (
     _one_shot(16, 64, 256, 4, 4),
     _one_shot(32, 64, 128, 5, 4),
 )
+
+
+def _by_cublas(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
+    """Those whose matmul is cuBLAS; with FP8 operands torch._scaled_mm."""
+    return tuple(config for config in configs if config.kernel == "library")
+
+
+# Of FP8 operands: 128 of K are the bytes that 64 elements of 16 bits have. Tiles of 128 columns
+# add each 128 of K in fp32.
+_FP8_WIDE = replace(_WIDE, tile_k=128)
+_FP8_SQUARE = replace(_SQUARE, tile_k=128, num_stages=5)
+_FP8_GATHER = (*_by_cublas(_GATHER), _FP8_WIDE, _FP8_SQUARE, _uncut(_FP8_SQUARE))
+
+
 _EXCHANGE_AFTER = (
     _launch(128),
     _launch(256),
@@ -97,18 +113,26 @@ class MatmulOperator:
     collective : what its unfused path communicates by.
     purpose : what it does with shards, for the reasons that plans give.
     configs : its candidates on Hopper.
+    fp8 : its candidates with FP8 operands.
     """
 
     name: str
     collective: str
     purpose: str
     configs: tuple[MatmulConfig, ...]
+    fp8: tuple[MatmulConfig, ...] = ()
 
 
 _PLANNED = (
-    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER),
-    MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER),
-    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE),
+    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER),
+    MatmulOperator(
+        "matmul_reduce_scatter",
+        "reduce_scatter",
+        "reduce",
+        _SCATTER,
+        (*_by_cublas(_SCATTER), _PER_SHARD),
+    ),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _by_cublas(_REDUCE)),
     MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
     MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
 )
@@ -137,8 +161,11 @@ def _portable(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
 _PORTABLE = {name: _portable(one.configs) for name, one in PLANNED.items()}
 
 
-def _interpreted(op: str) -> tuple[MatmulConfig, ...]:
+def _interpreted(op: str, fp8: bool) -> tuple[MatmulConfig, ...]:
     """Small tiles for the interpreter on the CPU."""
+    if fp8:
+        transports = ("sm",) if op == "matmul_all_reduce" else ("sm", "copy_engine")
+        return tuple(MatmulConfig("library", each, 16, 32, 64, 1, 4) for each in transports)
     if op == "matmul_all_reduce":
         return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 64, 1, 4)
     return tuple(
@@ -150,7 +177,9 @@ def _interpreted(op: str) -> tuple[MatmulConfig, ...]:
 def candidates(op: str, p: Problem, machine: Machine) -> tuple[MatmulConfig, ...]:
     """The configs of ``op`` that can run ``p``. The unfused path always can, and is not listed."""
     if machine.backend == "cpu":
-        known = _interpreted(op)
+        known = _interpreted(op, p.fp8)
+    elif p.fp8:
+        known = PLANNED[op].fp8 if machine.arch >= FP8_ARCH else ()
     elif p.dtype == "float32":
         known = ()  # not a tensor-core dtype
     else:
@@ -164,6 +193,9 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
+    own = c.kernel != "library"
+    if p.fp8 and own and (op != "all_gather_matmul" or c.transport == "sm" or c.tile_k != 128):
+        return False
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"
         if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):

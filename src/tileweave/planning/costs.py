@@ -8,7 +8,8 @@ The matmul is a roofline over waves. cuBLAS chooses, among many tile shapes, the
 best. The time of a tile is a p-norm of its multiplications and of the time that L2 takes to feed
 it, since the two slow each other down when they are close. Memory is read concurrently: the time is
 the longer of both plus a fraction of the shorter. Long matmuls reach the power limit of the device:
-time grows as (1 + t / sustained)^power.
+time grows as (1 + t / sustained)^power, up to a
+limit.
 """
 
 from __future__ import annotations
@@ -36,14 +37,19 @@ _TILES = tuple(
 # not.
 SHORT = 2.5e6
 _SPLITS = (1, 2, 3, 4, 6, 8)
+# Matmuls of FP8, relative to 16-bit operands. Data sheets say 2; torch._scaled_mm of 4096 to 8192
+# rows reached 1,340 to 1,490 TFLOP/s on H100.
+FP8_RATE = 1.9
 
 
 class Rates(Protocol):
     """The data sheet of a device.
 
-    flops : dense bf16, flop/s.
+    flops : dense bf16, flop/s; FP8 has ``FP8_RATE`` times as many.
     memory_rate : bytes/s.
     num_sms : streaming multiprocessors.
+    matmul : the fraction of ``flops`` that long matmuls reach, where it is known for the device;
+        0: as on H200.
     """
 
     @property
@@ -52,6 +58,8 @@ class Rates(Protocol):
     def memory_rate(self) -> float: ...
     @property
     def num_sms(self) -> int: ...
+    @property
+    def matmul(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,7 @@ class DataSheet:
     memory_rate: float
     num_sms: int
     link_rate: float
+    matmul: float = 0.0
 
 
 # Data sheets by a part of the device's name; dense bf16. Without NVLink: PCIe.
@@ -117,8 +126,17 @@ class Curve:
     knots: tuple[float, ...]
     fractions: tuple[float, ...]
 
-    def fraction(self, nbytes: float) -> float:
-        """The fraction of the link rate that a message of ``nbytes`` reaches after its latency."""
+    def fraction(self, nbytes: float, faster: float = 1.0) -> float:
+        """The fraction of the link rate that a message of ``nbytes`` reaches after its latency, on
+        links that are ``faster`` times those of the curve. What it takes beyond the time of a very
+        large message is not spent on the wire, hence as long on any link."""
+        found = self._fraction(nbytes)
+        if faster == 1.0:
+            return found
+        large = 1.0 / self.fractions[-1]
+        return 1.0 / (large + faster * (1.0 / found - large))
+
+    def _fraction(self, nbytes: float) -> float:
         right = bisect(self.knots, nbytes)
         if right in (0, len(self.knots)):
             return self.fractions[min(right, len(self.knots) - 1)]
@@ -137,7 +155,8 @@ class Coefficients:
         power limit; ``split``, time of a cut along K; ``tile``, begin and end of a tile;
         ``overlap``, the fraction of the shorter of memory and multiplication that is not hidden;
         ``stream``, memory rate of one multiprocessor; ``again``: a short matmul that is repeated
-        without anything between has the clock rate of a matmul of this duration.
+        without anything between has the clock rate of a matmul of this duration; ``limit``: at
+        most that many times slower than at full clock.
     fused_* : of fused kernels. ``launch`` in a graph and ``eager``; ``tile``, prologue and epilogue
         of a tile; ``part``, a partial tile that is passed on; ``rate``, the main loop relative to
         cuBLAS; ``feed``, rate of L2.
@@ -185,6 +204,7 @@ class Coefficients:
     matmul_overlap: float
     matmul_stream: float
     matmul_again: float
+    matmul_limit: float
     fused_launch: float
     fused_eager: float
     fused_tile: float
@@ -259,14 +279,28 @@ def load_calibration(path: str | None = None) -> Calibration:
         "make it again: tileweave simulate calibrate",
     )
     coefficients = dict(data["coefficients"])
-    curves = tuple(
-        Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
-        for one in coefficients.pop("nccl")
+    try:
+        curves = tuple(
+            Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
+            for one in coefficients.pop("nccl")
+        )
+    except (TypeError, LookupError):
+        curves = ()
+    bad = [name for name, value in coefficients.items() if not _is_number(value)]
+    require(
+        bool(curves) and not bad,
+        f"calibration with {', '.join(bad) or 'nccl'} of another kind",
+        "numbers from 0, and curves of nccl",
+        "make it again: tileweave simulate calibrate",
     )
     found = Coefficients(nccl=curves, **coefficients)
     return Calibration(
         data["name"], data["about"], found, tuple(data["fitted_on"]), data["not_fitted"]
     )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0.0 <= value < math.inf  # type: ignore[operator]
 
 
 def _calibration_at(path: Path) -> dict[str, Any]:
@@ -275,7 +309,7 @@ def _calibration_at(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"calibration {path}", "a file that exists", remedy)
     try:
         data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"asked: calibration {path}: {error}; allowed: JSON; remedy: {remedy}"
         ) from None
@@ -294,13 +328,23 @@ class Costs:
 
     For other devices the same fractions of their own peaks and the same latencies are assumed; that
     is not measured.
+
+    sustained : whether the device has been multiplying for long before each matmul, as in a step of
+        training, so that all of them are at the power limit.
     """
 
-    def __init__(self, device: Rates, coefficients: Coefficients | None = None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: Rates,
+        coefficients: Coefficients | None = None,
+        sustained: bool = False,
+    ) -> None:
+        self.device, self.sustained = device, sustained
         self.c = c = coefficients or load_calibration().coefficients
         scale = device.flops / HOPPER_FLOPS
-        self.flops = c.matmul_flops * device.flops
+        self.flops = (device.matmul or c.matmul_flops) * device.flops
+        # a fraction that was measured with long matmuls is that at the power limit
+        self.limit = 1.0 if device.matmul else c.matmul_limit
         self.memory_rate = c.matmul_memory * device.memory_rate
         # the rate of L2 is scaled with that of tensor cores, which it feeds
         self.feed, self.fused_feed = c.matmul_feed * scale, c.fused_feed * scale
@@ -312,7 +356,8 @@ class Costs:
         key = (m, n, k, itemsize, again)
         if key not in self._matmuls:
             seconds = self._matmul(m, n, k, itemsize)
-            busy = min(2.0 * m * n * k / self.flops / seconds, 1.0)
+            rate = self.flops * (FP8_RATE if itemsize == 1 else 1.0)
+            busy = min(2.0 * m * n * k / rate / seconds, 1.0)
             self._matmuls[key] = self.c.matmul_launch + self.throttled(
                 seconds, busy, self.c.matmul_again if again else 0.0
             )
@@ -320,7 +365,7 @@ class Costs:
 
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
         c, sms = self.c, self.device.num_sms
-        nbytes = (m * k + n * k + m * n) * itemsize
+        nbytes = (m * k + n * k) * itemsize + m * n * max(itemsize, 2)
         best = float("inf")
         for tile_m, tile_n in _TILES:
             tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
@@ -341,7 +386,8 @@ class Costs:
 
     def block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int = 2) -> float:
         """A tile of cuBLAS over ``k`` on one multiprocessor while ``active`` of them work."""
-        multiply = 2 * tile_m * tile_n * k / (self.flops / self.device.num_sms)
+        flops = self.flops * (FP8_RATE if itemsize == 1 else 1.0)
+        multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
         return _norm(
             self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed
         )
@@ -358,18 +404,19 @@ class Costs:
     ) -> float:
         """The same in our kernels. ``memory``: seconds to read bytes that are not in L2. ``rate``:
         relative to their usual rate."""
-        multiply = (
-            2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate * rate / self.device.num_sms)
-        )
+        flops = self.flops * self.c.fused_rate * rate * (FP8_RATE if itemsize == 1 else 1.0)
+        multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
         return self._overlapped(_norm(self.c.matmul_norm, multiply, feed), memory)
 
     def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
         """A time at full clock -> a time under the power limit. ``busy``: the fraction of it in
-        which tensor cores work. ``before``: seconds of the same work before it."""
-        return seconds * (1.0 + max(seconds, before) / self.c.matmul_sustained) ** (
-            self.c.matmul_power * busy
-        )
+        which tensor cores work. ``before``: seconds of the same work before it. The clock falls no
+        further than by ``limit``: from 2 ms on it is the same."""
+        if self.sustained:
+            return seconds * self.limit**busy
+        slower = (1.0 + max(seconds, before) / self.c.matmul_sustained) ** self.c.matmul_power
+        return seconds * min(slower, self.limit) ** busy
 
     def grouped_matmul(self, groups: int, m: int, n: int, k: int) -> float:
         """``groups`` matmuls [m, k] @ [n, k] in one launch, bf16."""

@@ -172,6 +172,8 @@ def _planned(
 def _why_not_on_gpu(p: Problem) -> str | None:
     if p.dtype == "float32":
         return "float32 is not a tensor-core dtype"
+    if p.fp8 and p.cols % 16:
+        return f"{p.cols} columns are not a multiple of 16, which cuBLAS needs of FP8"
     if p.depth * p.itemsize % 16:
         return (
             f"rows of K = {p.depth} are not a multiple of 16 bytes, which the copy hardware needs"
@@ -181,6 +183,10 @@ def _why_not_on_gpu(p: Problem) -> str | None:
 
 def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
     """Small tiles for the interpreter; by rows, so that every path is tried on the CPU."""
+    if p.fp8:
+        few = p.rows < 64 or op == "matmul_all_reduce"
+        config = MatmulConfig("library", "sm" if few else "copy_engine", 16, 32, 64, 1, 4)
+        return Plan("fused", f"interpreted; {p.rows} rows, FP8", config)
     if op == "matmul_all_reduce":
         one_shot = p.rows <= ONE_SHOT_ROWS
         config = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
@@ -202,7 +208,7 @@ def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
 def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | None:
     """The plan by a table of what was fastest among more than two GPUs, near the shapes of the
     table; else None."""
-    if p.world_size == 2 or not machine.hopper or choices.find(op, p) is not None:
+    if p.world_size == 2 or p.fp8 or not machine.hopper or choices.find(op, p) is not None:
         return None
     rows = p.rows if op == "matmul_all_reduce" else p.rows * p.world_size
     near = [
@@ -220,17 +226,19 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
 
 
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
-    found = planner_of(op, machine).predictions(p)
+    found = planner_of(op, machine, p.fp8).predictions(p)
     best = found[0]
     unfused = next(one for one in found if one.config is None)
     if best is unfused and len(found) == 1:
         return Plan("unfused", f"no kernel that is known to be ahead on {machine.name} takes it")
     kind = "predicted" if best.measured_us is None else "measured here"
+    if p.fp8 and best.measured_us is None:
+        kind = "predicted for FP8, by the rates of 16-bit operands,"
     reason = f"{kind} {best.expected_us:.1f} us"
     if best is unfused:
         return _planned(None, f"{reason}; the next takes {found[1].expected_us:.1f}", found)
     config, change = best.config, ""
-    if op == "all_gather_matmul" and config is not None and p.depth * p.itemsize % 32:
+    if op == "all_gather_matmul" and config is not None and p.depth * p.itemsize % 32 and not p.fp8:
         config, change = _config_for_odd_rows(config, p)
     if config != best.config:
         reason = f"{reason}; {change}, {_ODD_ROWS}"

@@ -19,7 +19,7 @@ from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
 from tileweave.planning.table import read_config
 
 _REMEDY = "measure again: tileweave tune"
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 _SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")
 
 

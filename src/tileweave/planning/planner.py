@@ -93,8 +93,12 @@ def _place(p: Problem) -> tuple[float, ...]:
 
 
 @cache
-def planner_of(op: str, machine: Machine) -> Planner:
-    """The planner of ``op`` with all that is known of ``machine``."""
+def planner_of(op: str, machine: Machine, fp8: bool = False) -> Planner:
+    """The planner of ``op`` with all that is known of ``machine``.
+
+    ``fp8``: of calls with FP8 operands. Times of 16-bit ones near a shape correct them, too, where
+    the same config was measured; times of FP8 say nothing about other calls.
+    """
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
@@ -106,7 +110,8 @@ def planner_of(op: str, machine: Machine) -> Planner:
             )
             for one in known
         )
-    return Planner(op, machine, (*known, *choices.installed(op)))
+    measured = (*known, *choices.installed(op))
+    return Planner(op, machine, tuple(one for one in measured if fp8 or not one.problem.fp8))
 
 
 choices.on_change(planner_of.cache_clear)

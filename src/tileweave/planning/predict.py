@@ -34,7 +34,7 @@ class Work:
 def work_of(op: str, p: Problem) -> Work:
     """The work of a problem as the planner of ``op`` counts it."""
     size, rows, cols, depth = p.world_size, p.rows, p.cols, p.depth
-    peers = (size - 1) * p.itemsize
+    peers = (size - 1) * (p.itemsize if op in GATHERS else p.out_itemsize)
     if op == "all_gather_matmul":
         return Work(size * rows, cols, depth, float(peers * rows * depth))
     if op == "matmul_reduce_scatter":
@@ -59,7 +59,9 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
             w = replace(w, nbytes=w.nbytes * p.world_size, steps=1)
         return _launch_and_cublas(p, w, costs, link_rate)
     if c.kernel == "library":
-        return _cublas_per_shard(p, w, costs, link_rate)
+        if op in GATHERS:
+            return _cublas_per_shard(p, w, costs, link_rate)
+        return _send_shards(p, w, costs, link_rate)
     return _fused(op, p, w, c, costs, link_rate)
 
 
@@ -93,6 +95,19 @@ def _cublas_per_shard(p: Problem, w: Work, costs: Costs, link_rate: float) -> fl
     for step in range(1, size):
         done = max(done, c.copy_latency + step * each + c.signal) + c.gap + product
     return done + c.gap
+
+
+def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
+    """Products of the peers' rows, each sent while the next is computed, then the own one and the
+    sum, which reads all partial sums."""
+    c, size = costs.c, p.world_size
+    each = w.nbytes / (size - 1) / (c.copy_fraction * link_rate)
+    product = _cublas(w.m // size, w.n, w.k, p, costs) * (1.0 + c.corun)
+    sent = 0.0
+    for step in range(1, size):
+        sent = max(sent, step * (product + c.gap) + c.copy_latency) + each
+    summed = costs.stream((size + 1) * (w.m // size) * w.n * p.out_itemsize)
+    return max(sent + c.signal, size * (product + c.gap)) + summed
 
 
 def _fused(
@@ -130,7 +145,7 @@ def _multiply(op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) 
     waves = tiles / active if config.split_tail and tiles > sms else float(cdiv(tiles, sms))
     if config.split_tail and tiles < sms and config.kernel == "hopper":
         waves, active = tiles / sms, sms
-    nbytes = (w.m * w.k + w.n * w.k + w.m * w.n) * p.itemsize
+    nbytes = (w.m * w.k + w.n * w.k) * p.itemsize + w.m * w.n * p.out_itemsize
     in_flight = (tile_m + tile_n) * config.tile_k * p.itemsize * config.num_stages
     rate = min(costs.memory_rate, active * costs.c.matmul_stream, active * in_flight / 1.2e-6)
     one = costs.fused_block(tile_m, tile_n, w.k, active, p.itemsize, 0.0) + costs.c.fused_tile

@@ -107,7 +107,7 @@ class MatmulConfig(_CachedHash):
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K, and
-    ``itemsize``, the bytes of an element."""
+    ``itemsize``, the bytes of an element of x and w."""
 
     world_size: int
     rows: int
@@ -115,6 +115,16 @@ class Problem:
     depth: int
     itemsize: int
     dtype: str
+
+    @property
+    def fp8(self) -> bool:
+        """Whether x and w are FP8, with scales."""
+        return self.itemsize == 1
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes of an element of the result, and of a partial sum as it is sent."""
+        return max(self.itemsize, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def read_entries(text: str, where: str) -> tuple[Entry, ...]:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"asked: table {where}, which is not JSON ({error}); allowed: JSON; "
             "remedy: write it again"

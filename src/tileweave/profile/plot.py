@@ -45,9 +45,9 @@ def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
     tables = [_waited(trace) for trace in traces]
     longest = max((value for _, cells in tables for row in cells for value in row), default=0.0)
     for (line, matrix), trace, table in zip(grid, traces, tables, strict=True):
-        _draw_time_line(line, trace)
+        draw_time_line(line, trace)
         _draw_matrix(matrix, *table, longest)
-    handles = _legend(traces)
+    handles = legend_of(traces)
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -88,7 +88,8 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     return lanes
 
 
-def _draw_time_line(axes: Axes, trace: Trace) -> None:
+def draw_time_line(axes: Axes, trace: Trace) -> None:
+    """The events of all ranks over time, of a few programs of each."""
     lanes = _lanes(trace)
     scale, unit = (1e6, "ms") if trace.end_ns > 2e6 else (1e3, "us")
     place = {lane: -number - 0.35 * lane[0] for number, lane in enumerate(lanes)}
@@ -139,7 +140,7 @@ def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
         )
 
 
-def _legend(traces: Sequence[Trace]) -> list[Patch]:
+def legend_of(traces: Sequence[Trace]) -> list[Patch]:
     """The ranks, and the kinds of events that occur."""
     events = [event for trace in traces for event in trace.events]
     size = max((trace.world_size for trace in traces), default=0)

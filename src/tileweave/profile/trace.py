@@ -223,3 +223,70 @@ def describe(event: Event) -> str:
     peer = "several ranks" if event.peer == SEVERAL else f"rank {event.peer}"
     texts = {"push": f"push to {peer}", "wait": f"wait for {peer}", "compute": f"rows of {peer}"}
     return texts[event.kind]
+
+
+def in_words(trace: Trace) -> list[str]:
+    """What a trace shows, in sentences: how much was waited for peers, the longest wait, the tail.
+
+    What is not waited for was hidden. Times between ranks are compared only where ranks share a
+    clock.
+    """
+    if not trace.events:
+        return ["Nothing was recorded."]
+    figures, said = summary(trace), []
+    waits = [event for event in trace.events if event.kind == "wait"]
+    per_program = [rank.waited_total_ns / max(rank.programs, 1) for rank in figures]
+    spans = [_span(trace, rank) for rank in range(trace.world_size)]
+    if not waits:
+        said.append("No program waited: all communication was hidden.")
+    else:
+        worst = max(range(trace.world_size), key=lambda rank: per_program[rank])
+        whole = all(rank.programs for rank in figures)  # else only waits were recorded
+        share = f", {per_program[worst] / max(spans[worst], 1):.1%} of the call" if whole else ""
+        said.append(
+            f"Exposed communication: a program of rank {worst} waited "
+            f"{_duration(per_program[worst])} on average{share}; mean of all ranks "
+            f"{_duration(sum(per_program) / len(per_program))}."
+        )
+        longest = max(waits, key=lambda event: event.duration_ns)
+        where = (
+            "the copy engine" if longest.program == COPY_ENGINE else f"program {longest.program}"
+        )
+        said.append(
+            f"The longest wait: {where} of rank {longest.rank}, {_duration(longest.duration_ns)}, "
+            f"{describe(longest).removeprefix('wait ')}, from {_duration(longest.begin_ns)} on."
+        )
+    if not any(event.kind == "compute" for event in trace.events):
+        said.append("Computation was not recorded.")
+    elif trace.clock == SHARED_CLOCK:
+        ends = [_end(trace, rank) for rank in range(trace.world_size)]
+        last = max(range(trace.world_size), key=lambda rank: ends[rank])
+        said.append(
+            f"The tail: rank {last} ended last, {_duration(ends[last] - min(ends))} after the "
+            "first rank."
+        )
+    else:
+        last = max(range(trace.world_size), key=lambda rank: spans[rank])
+        said.append(
+            f"Rank {last} took longest, {_duration(spans[last])}; the shortest took "
+            f"{_duration(min(spans))}."
+        )
+    return said
+
+
+def _of(trace: Trace, rank: int) -> list[Event]:
+    return [event for event in trace.events if event.rank == rank]
+
+
+def _end(trace: Trace, rank: int) -> int:
+    return max((event.end_ns for event in _of(trace, rank)), default=0)
+
+
+def _span(trace: Trace, rank: int) -> int:
+    """From the first to the last event of a rank."""
+    begins = [event.begin_ns for event in _of(trace, rank)]
+    return _end(trace, rank) - min(begins, default=0)
+
+
+def _duration(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e3:.3g} us"

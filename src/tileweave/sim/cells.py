@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -56,6 +57,11 @@ def _read(path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise InputError(
             f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError(
+            f"asked: {path}: {said}; allowed: JSON of results; remedy: fix the file"
         ) from None
 
 
@@ -165,25 +171,45 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
     found: list[Cell] = []
     for path in paths:
         require(path.is_file(), f"results {path}", "files that exist", "pass --cells FILE...")
-        data = _read(path)
-        tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
-        first = len(found)
-        if "components" in data:
-            found += [_component(path.name, data, entry) for entry in data["components"]]
-        elif "sweeps" in data:
-            cases = [(sweep, case) for sweep in data["sweeps"] for case in sweep["cases"]]
-            found += [
-                cell
-                for sweep, case in cases
-                for cell in _sweep(path.name, data["world_size"], sweep, case)
-            ]
-        elif "cases" in data:
-            found += [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
-        else:
-            allowed = "a file with `cases`, `components` or `sweeps`"
-            raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
-        found[first:] = [replace(cell, tables=cell.tables or tables) for cell in found[first:]]
+        try:
+            found += _cells_of(path, _read(path))
+        except InputError:
+            raise
+        except _MALFORMED as error:
+            said = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise InputError(
+                f"asked: {path}: {said[:200]}; allowed: results as the benches write them; "
+                "remedy: measure again, or leave the file out"
+            ) from None
     return found
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+def _cells_of(path: Path, data: Any) -> list[Cell]:
+    """The cells of the contents of one file."""
+    allowed = "a file with `cases`, `components` or `sweeps`"
+    require(isinstance(data, dict), f"{path}, which is no mapping", allowed, "check which it is")
+    tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
+    if "components" in data:
+        found = [_component(path.name, data, entry) for entry in data["components"]]
+    elif "sweeps" in data:
+        cases = [(sweep, case) for sweep in data["sweeps"] for case in sweep["cases"]]
+        found = [
+            cell
+            for sweep, case in cases
+            for cell in _sweep(path.name, data["world_size"], sweep, case)
+        ]
+    elif "cases" in data:
+        found = [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
+    else:
+        raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
+    for cell in found:
+        good = 0.0 < cell.seconds < math.inf and all(size > 0 for size in cell.shape)
+        asked = f"{path}: {cell.op}, {cell.quantity}, {cell.shape}: {cell.seconds * 1e6} us"
+        require(good, asked, "sizes and times above 0", "measure again")
+    return [replace(cell, tables=cell.tables or tables) for cell in found]
 
 
 def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:

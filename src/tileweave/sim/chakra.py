@@ -137,9 +137,11 @@ def _put(target: BinaryIO, message: Any) -> None:
 
 
 def _size_at(data: bytes, position: int) -> tuple[int, int]:
-    """A varint at ``position``, and where it ends."""
+    """A varint of at most 10 bytes at ``position``, and where it ends."""
     size = shift = 0
     while True:
+        if shift >= 70:
+            raise DecodeError(f"no length of a message at byte {position}")
         byte = data[position]
         size |= (byte & 0x7F) << shift
         position, shift = position + 1, shift + 7

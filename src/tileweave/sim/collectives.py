@@ -1,10 +1,13 @@
-"""Collectives as flows over a cluster's links: direct, ring and hierarchical, whole or in K slices.
+"""Collectives as flows over a cluster's links: direct, ring, pipelined and hierarchical, whole or
+in K slices.
 
 ``nbytes`` is the size as in NCCL. All-gather and reduce-scatter: the gathered buffer. All-reduce:
 the vector. All-to-all: what one rank has for all ranks, including its own part.
 
 A group is ``inside`` ranks of a node times ``across`` nodes. Steps of a ring overlap (it is
-pipelined), so a ring is one flow to the next rank plus a latency for each step.
+pipelined), so a ring is one flow to the next rank plus a latency for each step. Between nodes NCCL
+pipelines chunks through the links of a node and all NICs at once: both are flows of one phase, and
+the slower of the two decides.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import simpy
 
 from tileweave.errors import require
 from tileweave.planning.costs import Coefficients
-from tileweave.sim.machine import Cluster
+from tileweave.sim.machine import Cluster, Device, published_curve
 from tileweave.sim.network import (
     Flow,
     Links,
@@ -32,8 +35,9 @@ from tileweave.sim.network import (
 )
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-Algorithm = Literal["auto", "direct", "ring", "hierarchical"]
+Algorithm = Literal["auto", "direct", "ring", "pipelined", "hierarchical"]
 Phase = list[Flow]
+MEASURED_LINK = 450e9  # bytes/s in one direction, of H200 and H100, which all curves are of
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -95,6 +99,11 @@ def phases(
     if group.size == 1 or nbytes <= 0.0:
         return []
     chosen = algorithm if algorithm != "auto" else _usual(kind, group)
+    if chosen == "pipelined":
+        require(
+            kind != "all_to_all", "a pipelined all_to_all", "direct, hierarchical", "choose another"
+        )
+        return [_pipelined(kind, nbytes, group, seen, c)]
     if kind == "all_reduce":
         if chosen == "ring":
             return [
@@ -127,29 +136,63 @@ def phases(
 
 
 def _usual(kind: Kind, group: Group) -> Algorithm:
-    """What NCCL does: rings inside a node, a ring per NIC across nodes, and direct all-to-all."""
+    """What NCCL does: rings inside a node; between nodes a ring or a tree for each NIC, with chunks
+    pipelined through the node; and direct all-to-all."""
     if kind == "all_to_all":
         return "direct"
-    return "hierarchical" if group.across > 1 and group.inside > 1 else "ring"
+    return "pipelined" if group.across > 1 else "ring"
+
+
+def _pipelined(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol) -> Phase:
+    """Inside the node and between nodes concurrently, chunk by chunk: as many rings as a node has
+    NICs, each of which leaves the node once. An all-reduce takes a tree where that has fewer steps
+    between nodes."""
+    times = 2.0 if kind == "all_reduce" else 1.0
+    hops = group.across - 1
+    if kind == "all_reduce":
+        hops = min(hops, (group.across - 1).bit_length())
+    latency = (
+        c.latency
+        + times * c.step * (group.inside - 1)
+        + times * hops * seen.cluster.network.latency
+    )
+    flows = []
+    if group.inside > 1:
+        inner = times * nbytes * (group.inside - 1) / group.inside
+        flows.append(Flow(inner, _around(seen, group.inside), latency, name="inside"))
+    if seen.cluster.network.topology == "torus":  # over all axes at once
+        each = times * nbytes / group.size
+        return flows + _direct(each, Group(1, group.across), seen, c)
+    outer = times * nbytes * (group.size - 1) / group.size / group.inside
+    loads = seen.loads(_next_node(seen.cluster, Group(1, group.across)))
+    return [*flows, Flow(outer, loads, latency, name="to other nodes")]
 
 
 def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> Phase:
     cluster = seen.cluster
     if group.across == 1:
-        loads = seen.loads(inside_hops(cluster, 1))
+        loads = _around(seen, group.inside)
         return [Flow(nbytes, loads, c.latency + c.step * steps, name="ring")]
     # one rank of each node sends to another node, the others to their neighbour: one flow per node
     if group.inside > 1:
         crossing = 1.0 / group.inside
         hops = _next_node(cluster, group)
         loads = {link: load * crossing for link, load in seen.loads(hops).items()}
-        loads |= {
-            link: load * (1 - crossing)
-            for link, load in seen.loads(inside_hops(cluster, 1)).items()
-        }
+        loads |= {link: load * (1 - crossing) for link, load in _around(seen, group.inside).items()}
     else:
         loads = seen.loads(_next_node(cluster, group))
-    return [Flow(nbytes, loads, c.latency + cluster.network.latency * steps, name="ring")]
+    crossing = steps * (group.across - 1) / (group.size - 1)  # of the steps, those between nodes
+    latency = c.latency + cluster.network.latency * crossing + c.step * (steps - crossing)
+    return [Flow(nbytes, loads, latency, name="ring")]
+
+
+def _around(seen: View, ranks: int) -> dict[str, float]:
+    """The loads of rings among ``ranks`` of a node. In a mesh as many rings as a rank has peers
+    share the message, so that every link is used."""
+    if seen.cluster.device.inside != "mesh":
+        return seen.loads(inside_hops(seen.cluster, 1))
+    loads = {"up": 1.0, "down": 1.0}
+    return loads | {f"pair{distance}": 1.0 / (ranks - 1) for distance in range(1, ranks)}
 
 
 def _next_node(cluster: Cluster, group: Group) -> dict[str, float]:
@@ -216,18 +259,36 @@ def collective_time(
     the phases."""
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
-    protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph)
+    protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph, cluster.device)
     return _timed(kind, nbytes, group, cluster, protocol, algorithm, slices)
 
 
 def protocol_of(
-    c: Coefficients, kind: Kind, nbytes: float, ranks: int, graph: bool = False
+    c: Coefficients,
+    kind: Kind,
+    nbytes: float,
+    ranks: int,
+    graph: bool = False,
+    device: Device | None = None,
 ) -> Protocol:
     """How NCCL sends ``nbytes`` among ``ranks`` of a node, by the curve of the next larger measured
-    world size. Beyond the largest one, a step costs as much as between the two largest."""
+    world size. Beyond the largest measured one: by a published curve if there is one for such a
+    ``device``, otherwise a step costs as much as between the two largest.
+
+    ``device`` brings the rate of its links: what a message takes beyond its time on the wire does
+    not depend on that rate, and is that of the links the curve was measured on.
+    """
     curves = sorted(
         (curve for curve in c.nccl if curve.kind == kind), key=lambda curve: curve.world
     )
+    extra = 0.0 if graph else c.nccl_eager
+    link_rate = MEASURED_LINK if device is None else device.link_rate
+    if device is not None and ranks > curves[-1].world:
+        published = published_curve(kind, ranks, device)
+        if published is not None:
+            curve = published.curve
+            fraction = curve.fraction(nbytes, link_rate / published.link_rate)
+            return Protocol(curve.latency + extra, fraction, 0.0)
     curve = next((one for one in curves if one.world >= ranks), curves[-1])
     steps = {
         one.world: 1
@@ -239,9 +300,10 @@ def protocol_of(
     if len(curves) > 1 and kind != "all_to_all":
         before, last = curves[-2:]
         step = max(last.latency - before.latency, 0.0) / (steps[last.world] - steps[before.world])
-    extra = 0.0 if graph else c.nccl_eager
     return Protocol(
-        max(curve.latency - step * steps[curve.world], 0.0) + extra, curve.fraction(nbytes), step
+        max(curve.latency - step * steps[curve.world], 0.0) + extra,
+        curve.fraction(nbytes, link_rate / MEASURED_LINK),
+        step,
     )
 
 

@@ -8,6 +8,7 @@ through :func:`fail`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from tileweave.errors import InputError
 
 Reader = Callable[["Spot"], Any]
 REQUIRED = object()
+DEEPEST = 50  # mappings and lists inside each other
+_LONGEST = 60  # characters of a value that a message repeats
+_PLAIN = ("str", "int", "float", "bool", "null", "timestamp")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Spot:
     node: yaml.Node
 
     def inside(self, name: str, node: yaml.Node) -> Spot:
+        name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
         return Spot(self.file, f"{self.path}.{name}" if self.path else name, node)
 
 
@@ -45,6 +50,20 @@ def _place(spot: Spot) -> str:
         if spot.file
         else spot.path
     )
+
+
+def located(spot: Spot, error: InputError) -> InputError:
+    """An error of fields that are valid alone but not together, with the position of the field that
+    it begins with, in the file of ``spot``."""
+    said = str(error)
+    if not said.startswith("asked: "):
+        return error
+    first = re.match(r"asked: (\w+)", said)
+    fields = spot.node.value if isinstance(spot.node, yaml.MappingNode) else []
+    for key, node in fields:
+        if first and key.value == first[1]:
+            return InputError(f"{_place(spot.inside(str(key.value), node))}: {said}")
+    return InputError(f"{spot.file}: {said}")
 
 
 def text_of(path: Path) -> str:
@@ -69,9 +88,13 @@ def open_document(path: Path) -> Spot:
 def parse_document(text: str, name: str) -> Spot:
     """The root of YAML in memory; ``name`` is used for the file in messages."""
     try:
+        _require_shallow(text, name)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        mark = error.problem_mark
+        if error.context == "while scanning a simple key":  # found where the next line begins
+            mark = error.context_mark
+        line = mark.line + 1 if mark else 0
         raise InputError(
             f"{name}, line {line}: asked: {error.problem}; allowed: YAML; "
             "remedy: check indentation, colons and quotes there"
@@ -90,11 +113,50 @@ def parse_document(text: str, name: str) -> Spot:
     return Spot(name, "", node)
 
 
+def _require_shallow(text: str, name: str) -> None:
+    """Refuse what is nested so deep that composing it would exhaust Python's stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
+        if depth > DEEPEST:
+            raise InputError(
+                f"{name}, line {event.start_mark.line + 1}: asked: {depth} mappings or lists "
+                f"inside each other; allowed: at most {DEEPEST}; remedy: see docs/simulator.md"
+            )
+
+
 def _scalar(spot: Spot, allowed: str) -> Any:
-    if not isinstance(spot.node, yaml.ScalarNode):
-        kind = "a list" if isinstance(spot.node, yaml.SequenceNode) else "a mapping"
+    node = spot.node
+    if not isinstance(node, yaml.ScalarNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         raise fail(spot, kind, allowed, "write one value")
-    return yaml.safe_load(yaml.serialize(spot.node))
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if kind not in _PLAIN:
+        raise fail(spot, f"a value with tag {shown(node.tag)}", allowed, "leave the tag out")
+    if kind in ("int", "float") and ":" in node.value:  # 1:30 is 90 in YAML 1.1
+        return node.value
+    try:
+        return yaml.SafeLoader("").construct_document(node)
+    except (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError):
+        raise fail(spot, shown(node.value), allowed, "write a value of that kind") from None
+
+
+def shown(value: object) -> str:
+    """A value as messages repeat it: not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def _name_of(spot: Spot, key: yaml.Node) -> str:
+    """The name of a field."""
+    if not isinstance(key, yaml.ScalarNode):
+        raise fail(
+            spot.inside("?", key), "a key that is a list or a mapping", "a name", "remove it"
+        )
+    return str(key.value)
 
 
 def number(low: float, high: float, unit: str = "") -> Reader:
@@ -107,13 +169,13 @@ def number(low: float, high: float, unit: str = "") -> Reader:
             try:
                 value = float(value)
             except ValueError:
-                raise fail(spot, repr(value), allowed, "write a number") from None
+                raise fail(spot, shown(value), allowed, "write a number") from None
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
             or not low <= value <= high
         ):
-            raise fail(spot, repr(value), allowed, "write a number in that range")
+            raise fail(spot, shown(value), allowed, "write a number in that range")
         return float(value)
 
     return read
@@ -126,7 +188,7 @@ def integer(low: int, high: int, unit: str = "") -> Reader:
     def read(spot: Spot) -> int:
         value = _scalar(spot, allowed)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise fail(spot, repr(value), allowed, "write a whole number in that range")
+            raise fail(spot, shown(value), allowed, "write a whole number in that range")
         return value
 
     return read
@@ -136,7 +198,7 @@ def text(spot: Spot) -> str:
     """Any text."""
     value = _scalar(spot, "text")
     if not isinstance(value, str):
-        raise fail(spot, repr(value), "text", "put it in quotes")
+        raise fail(spot, shown(value), "text", "put it in quotes")
     return value
 
 
@@ -144,7 +206,7 @@ def flag(spot: Spot) -> bool:
     """true or false."""
     value = _scalar(spot, "true or false")
     if not isinstance(value, bool):
-        raise fail(spot, repr(value), "true or false", "write one of these")
+        raise fail(spot, shown(value), "true or false", "write one of these")
     return value
 
 
@@ -157,7 +219,7 @@ def choice(options: tuple[str, ...]) -> Reader:
             near = difflib.get_close_matches(value, options, 1)
             raise fail(
                 spot,
-                repr(value),
+                shown(value),
                 ", ".join(options),
                 f"did you mean {near[0]!r}?" if near else "write one of these",
             )
@@ -166,12 +228,15 @@ def choice(options: tuple[str, ...]) -> Reader:
     return read
 
 
-def items(reader: Reader) -> Reader:
-    """A list, each item read by ``reader``."""
+def items(reader: Reader, most: int = 1000) -> Reader:
+    """A list of at most ``most`` items, each read by ``reader``."""
 
     def read(spot: Spot) -> tuple[Any, ...]:
         if not isinstance(spot.node, yaml.SequenceNode):
             raise fail(spot, "no list", "a list: [a, b, c]", "put it in brackets")
+        count = len(spot.node.value)
+        if count > most:
+            raise fail(spot, f"{count} items", f"at most {most}", "write fewer")
         return tuple(reader(spot.inside(str(i), node)) for i, node in enumerate(spot.node.value))
 
     return read
@@ -198,13 +263,13 @@ class Record:
             raise fail(spot, "no mapping", f"a mapping with {names}", "write `name: value` lines")
         found: dict[str, Any] = {}
         for key_node, node in spot.node.value:
-            name = str(key_node.value)
+            name = _name_of(spot, key_node)
             here = spot.inside(name, key_node)
             if name not in self.fields:
                 near = difflib.get_close_matches(name, list(self.fields), 1)
                 raise fail(
                     here,
-                    f"field {name!r}",
+                    f"field {shown(name)}",
                     names,
                     f"did you mean {near[0]!r}?" if near else "remove it",
                 )
@@ -241,9 +306,7 @@ def mapping_of(reader: Reader) -> Reader:
     def read(spot: Spot) -> dict[str, Any]:
         if not isinstance(spot.node, yaml.MappingNode):
             raise fail(spot, "no mapping", "a mapping of names", "write `name: value` lines")
-        return {
-            str(key.value): reader(spot.inside(str(key.value), node))
-            for key, node in spot.node.value
-        }
+        named = [(_name_of(spot, key), node) for key, node in spot.node.value]
+        return {name: reader(spot.inside(name, node)) for name, node in named}
 
     return read

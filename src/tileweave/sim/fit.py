@@ -66,6 +66,7 @@ START = Coefficients(
     matmul_overlap=0.3,
     matmul_stream=5e10,
     matmul_again=1e-3,
+    matmul_limit=1.2,
     fused_launch=5e-6,
     fused_eager=8e-6,
     fused_tile=1e-6,

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from tileweave.errors import require
+from tileweave.planning.costs import Curve
 from tileweave.sim.document import (
     REQUIRED,
     Reader,
@@ -19,6 +20,7 @@ from tileweave.sim.document import (
     Spot,
     choice,
     either,
+    flag,
     integer,
     items,
     mapping_of,
@@ -43,6 +45,9 @@ class Device:
     inside : how the devices of a node are connected.
     bridge_rate : bytes/s that all devices of a node share (``"bridge"``; otherwise 0).
     l2 : bytes of L2.
+    multicast : whether the switch reduces and multicasts (NVLink SHARP).
+    matmul : the fraction of ``flops`` that long matmuls reach, where it is published for this
+        device; 0: as on H200.
     """
 
     name: str
@@ -56,6 +61,8 @@ class Device:
     source: str
     bridge_rate: float = 0.0
     l2: float = 50e6
+    multicast: bool = False
+    matmul: float = 0.0
 
     def __post_init__(self) -> None:
         require(
@@ -139,18 +146,20 @@ _DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
     "inside": (choice(("switch", "mesh", "bridge")), REQUIRED),
     "bridge_rate": (_RATE, 0.0),
     "l2": (number(1e5, 1e10), 50e6),
+    "multicast": (flag, False),
+    "matmul": (number(0.0, 1.0), 0.0),
     "gpus_per_node": (integer(1, MOST_PER_NODE), REQUIRED),
     "source": (text, REQUIRED),
 }
 _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
-    "nic_rate": (_RATE, REQUIRED),
+    "nic_rate": (number(1e9, 2e11, "bytes/s (400 Gb/s are 50e9)"), REQUIRED),
     "fraction": (number(0.05, 1.0), REQUIRED),
     "latency": (number(0.0, 1e-2, "seconds"), REQUIRED),
     "topology": (choice(("fat_tree", "rail", "torus")), REQUIRED),
     "nics": (integer(0, 64), 0),
     "leaf": (integer(1, 4096, "nodes"), 16),
     "oversubscription": (number(1.0, 64.0), 1.0),
-    "dims": (items(integer(1, 4096)), ()),
+    "dims": (items(integer(1, 4096), 8), ()),
 }
 
 
@@ -169,6 +178,55 @@ def presets() -> dict[str, dict[str, Any]]:
             name: Network(name=name, **values) for name, values in found["networks"].items()
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCurve:
+    """A curve of NCCL in a node that others measured, for more ranks than we have, on links of
+    ``link_rate``. ``multicast``: only where the switch reduces."""
+
+    curve: Curve
+    multicast: bool
+    link_rate: float
+    source: str
+
+
+def published_curve(kind: str, ranks: int, device: Device) -> PublishedCurve | None:
+    """The curve for ``ranks`` of a node of ``device``: of the most similar links."""
+    fitting = [
+        one
+        for one in published_curves()
+        if one.curve.kind == kind and ranks <= one.curve.world and one.multicast <= device.multicast
+    ]
+    return min(
+        fitting,
+        key=lambda one: (not one.multicast, abs(math.log(one.link_rate / device.link_rate))),
+        default=None,
+    )
+
+
+@cache
+def published_curves() -> tuple[PublishedCurve, ...]:
+    """The curves of ``data/collectives.yaml``."""
+
+    def curve(
+        kind: str, world: int, multicast: bool, link_rate: float, source: str, **fields: Any
+    ) -> PublishedCurve:
+        return PublishedCurve(Curve(kind, world, **fields), multicast, link_rate, source)
+
+    positive = items(number(1e-9, 1e13))
+    fields: dict[str, tuple[Reader, Any]] = {
+        "kind": (choice(("all_gather", "reduce_scatter", "all_reduce", "all_to_all")), REQUIRED),
+        "world": (integer(2, MOST_PER_NODE), REQUIRED),
+        "multicast": (flag, REQUIRED),
+        "link_rate": (_RATE, REQUIRED),
+        "latency": (number(0.0, 1.0, "seconds"), REQUIRED),
+        "knots": (positive, REQUIRED),
+        "fractions": (positive, REQUIRED),
+        "source": (text, REQUIRED),
+    }
+    data = (resources.files("tileweave.sim") / "data" / "collectives.yaml").read_text("utf-8")
+    return items(Record(fields, curve))(parse_document(data, "collectives.yaml"))
 
 
 def device_reader(spot: Spot) -> Device:
@@ -210,6 +268,13 @@ def make_cluster(
     joined: Network = _preset("network", network) if isinstance(network, str) else network
     _require_its_own_fields(joined)
     made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
+    per_node = made.gpus_per_node
+    require(
+        per_node <= chosen.gpus_per_node,
+        f"{per_node} GPUs per node of {chosen.name}",
+        f"at most the {chosen.gpus_per_node} that its links connect",
+        "more nodes, or a device of your own with that gpus_per_node",
+    )
     if joined.topology == "torus" and joined.dims:
         sides = math.prod(joined.dims)
         require(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,21 +62,36 @@ class Operators:
     """Times of operators on one cluster, in bf16, cached by shape.
 
     graph : whether calls are replayed from a CUDA graph (decode) or launched eagerly.
+    sustained : whether matmuls are at the power limit (:class:`~tileweave.planning.costs.Costs`).
+    kernels : False: without fused matmuls, which take longest to simulate.
     """
 
     def __init__(
-        self, cluster: Cluster, calibration: Calibration | None = None, graph: bool = False
+        self,
+        cluster: Cluster,
+        calibration: Calibration | None = None,
+        graph: bool = False,
+        sustained: bool = False,
+        kernels: bool = True,
     ) -> None:
-        self.cluster, self.graph = cluster, graph
+        self.cluster, self.graph, self.kernels = cluster, graph, kernels
         self.calibration = calibration or load_calibration()
-        self.costs = Costs(cluster.device, self.calibration.coefficients)
+        self.costs = Costs(cluster.device, self.calibration.coefficients, sustained)
         self.c = self.costs.c
         self._known: dict[Any, OpTime] = {}
+        self._inside: dict[Any, OpTime] = {}  # inside a node, for any number of nodes
 
-    def _once(self, key: Any, make: Callable[[], OpTime]) -> OpTime:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def on_nodes(self, nodes: int) -> Operators:
+        """The same operators with another number of nodes. Times inside a node are shared."""
+        found = copy(self)
+        found.cluster, found._known = replace(self.cluster, nodes=nodes), {}
+        return found
+
+    def _once(self, key: Any, make: Callable[[], OpTime], ranks: float = math.inf) -> OpTime:
+        known = self._inside if ranks <= self.cluster.gpus_per_node else self._known
+        if key not in known:
+            known[key] = make()
+        return known[key]
 
     def collective(
         self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1
@@ -132,20 +148,25 @@ class Operators:
         local columns."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k))
+        return self._once(
+            ("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k), world
+        )
 
     def _all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * k
         compute, comm = (
             self.costs.matmul(m, n, k),
-            self.collective("all_gather", nbytes, Group(world)),
+            self.collective("all_gather", nbytes, self._group(world)),
         )
-        fused = (
-            self.fused_all_gather_matmul(world, m, n, k) if world in FUSED_WORLD_SIZES else math.inf
-        )
+        fused = self.fused_all_gather_matmul(world, m, n, k) if self._fuses(world) else math.inf
         return self._join(
-            compute, comm, fused, (world - 1) / world * nbytes, Group(world), "all_gather"
+            compute, comm, fused, (world - 1) / world * nbytes, self._group(world), "all_gather"
         )
+
+    def _fuses(self, world: int) -> bool:
+        """Whether there are fused kernels for ``world`` ranks: of one node, up to eight."""
+        few = world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
+        return few and self.kernels
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -164,6 +185,11 @@ class Operators:
             schedule, config, self.costs, self._node(world), self.graph, itemsize
         ).seconds
 
+    def _group(self, world: int) -> Group:
+        """A group of consecutive ranks: inside a node, or whole nodes."""
+        per_node = self.cluster.gpus_per_node
+        return Group(world) if world <= per_node else Group(per_node, world // per_node)
+
     def _node(self, world: int) -> Cluster:
         """The cluster that a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
@@ -174,19 +200,17 @@ class Operators:
         if world == 1:
             return self.matmul(m, n, k)
         return self._once(
-            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k)
+            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k), world
         )
 
     def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
-        nbytes = 2 * m * n
-        compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, Group(world))
+        nbytes, group = 2 * m * n, self._group(world)
+        compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, group)
         factor = 2 if kind == "all_reduce" else 1
         few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
-        planned = few_rows and world in FUSED_WORLD_SIZES  # otherwise the plan is unfused
+        planned = few_rows and self._fuses(world)  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
-        return self._join(
-            compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind
-        )
+        return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
         self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2
@@ -518,7 +542,9 @@ class Operators:
             return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
         each = compute / slices
-        late = protocol_of(self.c, "all_to_all", nbytes / slices, group.inside).latency
+        late = protocol_of(
+            self.c, "all_to_all", nbytes / slices, group.inside, device=self.cluster.device
+        ).latency
         steady = max(each * (1.0 + self.c.corun), one - late)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
 

@@ -24,16 +24,22 @@ def _clean(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
 
 
+def _unit(seconds: float) -> tuple[float, str]:
+    """The unit that suits a time, as its number per second and its name."""
+    return (1.0, "s") if seconds >= 1.0 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+
+
 def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
     """Step time and exposed communication against nodes."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = [number for number, _ in results]
+    scale, unit = _unit(max(r.seconds(mode) for _, r in results for mode in r.timelines))
     for mode, colour in _COLOURS.items():
         style = "--" if mode == "bound" else "-"
         left.plot(
             numbers,
-            [r.seconds(mode) * 1e3 for _, r in results],
+            [r.seconds(mode) * scale for _, r in results],
             style,
             marker="o",
             ms=4,
@@ -45,7 +51,7 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
             for _, r in results
         ]
         right.plot(numbers, exposed, style, marker="o", ms=4, color=colour, label=mode)
-    for axes, label in ((left, "a step, ms"), (right, "exposed communication, % of a step")):
+    for axes, label in ((left, f"a step, {unit}"), (right, "exposed communication, % of a step")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.set_xlabel("nodes")
@@ -53,8 +59,10 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
         axes.set_ylim(bottom=0)
         _clean(axes)
     left.legend(frameon=False)
+    grows = "batch and tables grow" if results[0][1].unit == "samples" else "the batch grows"
     figure.suptitle(
-        f"{results[0][1].title}, up to {results[-1][1].cluster}: simulated", fontsize=10
+        f"{results[0][1].title}, up to {results[-1][1].cluster}; {grows} with the nodes: simulated",
+        fontsize=10,
     )
     figure.savefig(path, dpi=_DPI)
     return path
@@ -68,11 +76,12 @@ def plot_phases(result: Result, path: Path) -> Path:
     names = list(dict.fromkeys(name for found in phases.values() for name in found))
     names.sort(key=lambda name: (name == "idle", name == "exposed communication"))
     begin = dict.fromkeys(phases, 0.0)
+    scale, unit = _unit(max(map(result.seconds, phases)))
     for index, name in enumerate(names):
         colour = {"exposed communication": _EXPOSED, "idle": _IDLE}.get(
             name, _PHASES[index % len(_PHASES)]
         )
-        widths = [phases[mode].get(name, 0.0) * 1e3 for mode in phases]
+        widths = [phases[mode].get(name, 0.0) * scale for mode in phases]
         axes.barh(
             list(phases),
             widths,
@@ -86,7 +95,7 @@ def plot_phases(result: Result, path: Path) -> Path:
     for row, end in enumerate(begin.values()):
         axes.text(end, row, f" {end:.4g}", va="center", fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel("ms of the busiest rank")
+    axes.set_xlabel(f"{unit} of the busiest rank")
     axes.set_xlim(right=1.1 * max(begin.values()))
     axes.legend(
         frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.28)

@@ -22,12 +22,14 @@ from tileweave.errors import InputError, require
 from tileweave.planning.costs import Coefficients
 from tileweave.sim.chakra import COLL, COLLECTIVES, COMP, RECV, SEND, Node, read_trace
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
+from tileweave.sim.document import shown
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
 from tileweave.sim.network import message, view
 from tileweave.sim.step import Part, Step, Timeline
 
 _KINDS: dict[int, Any] = {number: kind for kind, number in COLLECTIVES.items()}
 _MODELLED = (COMP, COLL, SEND, RECV)
+MOST_RANKS = 1 << 20
 _Key = tuple[int, int]  # index of the trace, number of the node
 
 
@@ -36,22 +38,32 @@ def read_groups(path: Path) -> dict[str, list[int]]:
     side = path.parent / "comm_group.json"
     if not side.is_file():
         return {}
+    allowed = "a mapping of groups to lists of different ranks from 0, in JSON"
+    remedy = "check which file it is"
     try:
-        return {
-            name: [int(rank) for rank in ranks]
-            for name, ranks in json.loads(side.read_text("utf-8")).items()
-        }
-    except (ValueError, TypeError, AttributeError) as error:
-        allowed = "a mapping of groups to lists of ranks, in JSON"
-        raise InputError(
-            f"asked: {side}: {error}; allowed: {allowed}; remedy: check which file it is"
-        ) from None
+        groups = json.loads(side.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"asked: {side}: {said}; allowed: {allowed}; remedy: {remedy}") from None
+    require(isinstance(groups, dict), f"{side}, which is no mapping", allowed, remedy)
+    for name, ranks in groups.items():
+        good = (
+            isinstance(ranks, list)
+            and 0 < len(ranks) <= MOST_RANKS
+            and all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks)
+            and len(set(ranks)) == len(ranks)
+        )
+        require(good, f"{side}, group {shown(name)}: {shown(ranks)}", allowed, remedy)
+    return groups
 
 
 def _named_ranks(paths: Sequence[Path]) -> list[int]:
     """The numbers at the ends of names (``step.3.et``), of names that end in a number."""
     found = [re.search(r"(\d+)$", path.stem) for path in paths]
-    return [int(match[1]) for match in found if match]
+    named = [int(match[1][:20]) for match in found if match]
+    most = max(named, default=0)
+    require(most < MOST_RANKS, f"a trace of rank {most}", f"ranks below {MOST_RANKS}", "rename it")
+    return named
 
 
 def ranks_of(paths: Sequence[Path]) -> list[int]:
@@ -196,7 +208,7 @@ class _Replay:
                 if node.kind in (SEND, RECV):
                     side = sent if node.kind == SEND else received
                     side[
-                        (*self._ends(index, node), int(node.attributes.get("comm_tag", 0)))
+                        (*self._ends(index, node), self._integer(index, node, "comm_tag", 0))
                     ].append((index, node.number))
         for one in {*sent, *received}:
             source, target, tag = one
@@ -217,10 +229,21 @@ class _Replay:
                     found[receive].append(send)
         return found
 
+    def _integer(self, index: int, node: Node, name: str, default: int) -> int:
+        """An attribute of a node that must be a number."""
+        found = node.attributes.get(name, default)
+        require(
+            type(found) is int,
+            lambda: f"{self.paths[index]}: {name} {shown(found)} of node {shown(node.name)}",
+            "a whole number (int64_val)",
+            "write the trace again",
+        )
+        return found
+
     def _ends(self, index: int, node: Node) -> tuple[int, int]:
         """(source, target) of a message; the own rank if the trace has none."""
         own, world = self.ranks[index], self.cluster.world_size
-        ends = tuple(int(node.attributes.get(name, own)) for name in ("comm_src", "comm_dst"))
+        ends = [self._integer(index, node, name, own) for name in ("comm_src", "comm_dst")]
         fits = (
             ends[0] != ends[1]
             and all(0 <= end < world for end in ends)
@@ -277,7 +300,13 @@ class _Replay:
 
     def _add(self, index: int, node: Node, after: list[int]) -> int:
         """Add a node as a task. Returns the number of the task."""
-        size = float(node.attributes.get("comm_size", 0))
+        size = float(self._integer(index, node, "comm_size", 0))
+        require(
+            size >= 0.0,
+            lambda: f"{self.paths[index]}: comm_size {size:.0f} of node {shown(node.name)}",
+            "bytes from 0",
+            "write the trace again",
+        )
         if node.kind == COMP:
             part = Part(node.name, "compute", node.micros * 1e-6, compute=node.micros * 1e-6)
             return self.step.add(index, "compute", node.name, [part], after)
@@ -294,8 +323,8 @@ class _Replay:
         return self.step.add(index, stream, node.name, [part], after, "comm")
 
     def _collective(self, index: int, node: Node, size: float) -> Part:
-        kind = _KINDS.get(int(node.attributes.get("comm_type", -1)))
-        number = node.attributes.get("comm_type")
+        number = self._integer(index, node, "comm_type", -1)
+        kind = _KINDS.get(number)
         asked = f"{self.paths[index]}: collective {number} of node {node.name}"
         require(kind is not None, asked, ", ".join(COLLECTIVES), "leave it out")
         name = str(node.attributes.get("pg_name") or "0")

@@ -12,7 +12,10 @@ from rich.text import Text
 from tileweave.sim.advise import Advice
 from tileweave.sim.cells import Cell
 from tileweave.sim.crosscheck import Comparison
+from tileweave.sim.flux import Row as FluxRow
+from tileweave.sim.machine import Device
 from tileweave.sim.measurements import UNSTEADY, unsteadiness
+from tileweave.sim.memory import Memory, usable
 from tileweave.sim.sensitivity import Variant
 from tileweave.sim.step import Result
 from tileweave.sim.trust import Judged, Published, Summary
@@ -82,20 +85,33 @@ def sensitivity_table(result: Result, found: Sequence[Variant]) -> Group:
     return _table("sensitivity", ("", "unfused", "fused", "less time"), rows)
 
 
+def memory_line(memory: Memory, device: Device) -> str:
+    """What fills the memory of a GPU, and whether that is possible."""
+    room = f"{usable(device) / 1e9:.1f} GB of a {device.name} that tensors may take"
+    if memory.fits(device):
+        return f"fits: {memory.text()}; of the {room}"
+    return (
+        f"DOES NOT FIT, mostly because of {memory.largest}: {memory.text()}; more than the {room}. "
+        "What follows cannot run"
+    )
+
+
 def advice_tables(advice: Advice) -> list[Group]:
     """Tables of the candidates, and of the operators one by one."""
     unit = "tokens or samples / s of a GPU"
     rows = [
         (
             one.name,
+            f"{one.batch:,.0f}",
             time_text(one.unfused),
             time_text(one.fused),
             f"{one.per_second:,.1f}",
-            f"{one.memory / 1e9:.0f} GB" + ("" if one.fits else ", too much"),
+            f"{one.memory.total / 1e9:.0f} GB",
         )
         for one in advice.candidates
     ]
-    found = [_table("degrees, best first", ("", "unfused", "fused", unit, "memory"), rows)]
+    columns = ("", "batch", "unfused", "fused", unit, "memory")
+    found = [_table("degrees that fit, best first", columns, rows)]
     rows = [
         (op, time_text(saved) if saved > 0 else "0", "fuse" if saved > 0 else "leave")
         for op, saved in advice.savings.items()
@@ -108,6 +124,18 @@ def advice_tables(advice: Advice) -> list[Group]:
             rows,
         ),
     ]
+
+
+def advice_lines(advice: Advice) -> Iterable[str]:
+    """Best against best, and what does not fit."""
+    fused, unfused = advice.best, advice.best_unfused
+    yield (
+        f"best fused ({fused.name}) against best unfused ({unfused.name}): "
+        f"{advice.saving:.1%} less time for the same work"
+    )
+    yield f"memory of {fused.name}: {fused.memory.text()}"
+    if advice.too_large:
+        yield f"{advice.too_large} more do not fit into memory: {advice.smallest}"
 
 
 def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -> Group:
@@ -170,6 +198,33 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
     ]
     columns = ("what", "published", "model, mean", "model", "its mean is", "source")
     return _table("published, and the model", columns, texts, markdown)
+
+
+def flux_table(rows: Sequence[FluxRow], markdown: bool = False) -> Group:
+    """Gains of FLUX and ours, side by side."""
+    texts = [
+        (
+            f"{row.what}, {row.device} ({row.model})",
+            f"{row.published:.2f}",
+            f"{row.ours:.2f}",
+            f"{row.theirs:.2f}",
+            f"{row.bound:.2f}",
+            f"{row.free:.2f}",
+            "close" if row.agrees else row.reason,
+        )
+        for row in rows
+    ]
+    columns = (
+        "gain",
+        "FLUX",
+        "ours",
+        "FLUX's overlap",
+        "bound",
+        "no communication",
+        "reason of a difference over 0.08",
+    )
+    title = "FLUX's models (arXiv 2406.06858), 8 GPUs in a node, and the model's"
+    return _table(title, columns, texts, markdown)
 
 
 def crosscheck_table(rows: Sequence[Comparison]) -> Group:

@@ -59,12 +59,13 @@ def variants(
 def sensitivity(
     scenario: Scenario,
     calibration: Calibration | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> list[Variant]:
     """Every variant of a scenario."""
     found = []
-    for name, change in variants(scenario):
-        progress(name)
+    changes = variants(scenario)
+    for number, (name, change) in enumerate(changes):
+        progress(name, number, len(changes))
         result: Result = simulate_all(
             *change(scenario, calibration or load_calibration()), modes=("unfused", "fused")
         )

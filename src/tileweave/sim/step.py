@@ -1,4 +1,4 @@
-"""A step as tasks on streams, run on SimPy: dependences, shared links, and times by phase.
+"""A step as tasks on streams: dependences, shared links, and times by phase.
 
 One *representative* is simulated for each kind of rank (a pipeline stage). Ranks that do the same
 at the same time (tensor, data and expert parallel peers) are its replicas. Tasks of one stream run
@@ -10,10 +10,11 @@ take on links that it shares with others.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import simpy
 
@@ -175,38 +176,71 @@ class Step:
 
     def run(self) -> Timeline:
         """Run all tasks. Raises if a task waits for a later one of its own stream."""
-        env = simpy.Environment()
-        links = Links(env, self.capacities)
-        done = [env.event() for _ in self.tasks]
-        streams: dict[tuple[int, str], list[Task]] = defaultdict(list)
+        _Run(self.tasks, self.capacities).run()
+        return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes))
+
+
+class _Run:
+    """Tasks of a fixed time are events of a heap, since there are tens of thousands of them in a
+    pipeline; only flows are SimPy's. The earlier of both comes first."""
+
+    def __init__(self, tasks: list[Task], capacities: dict[str, float]) -> None:
+        self.tasks = tasks
+        self.env = simpy.Environment()
+        self.links = Links(self.env, capacities)
+        self.heap: list[tuple[float, int]] = []
+        self.waits = [len(set(task.after)) for task in tasks]
+        self.next: list[list[int]] = [[] for _ in tasks]
+        self.done = 0
+        for task in tasks:
+            for number in set(task.after):
+                self.next[number].append(task.number)
+        last: dict[tuple[int, str], int] = {}
+        for task in tasks:  # tasks of a stream follow each other
+            stream = (task.rank, task.stream)
+            if stream in last and last[stream] not in task.after:
+                self.next[last[stream]].append(task.number)
+                self.waits[task.number] += 1
+            last[stream] = task.number
+
+    def run(self) -> None:
         for task in self.tasks:
-            streams[task.rank, task.stream].append(task)
-        processes = [env.process(_stream(env, links, tasks, done)) for tasks in streams.values()]
-        env.run()
-        stuck = [task.name for task in self.tasks if not done[task.number].triggered]
+            if self.waits[task.number] == 0:
+                self._start(task, 0.0)
+        while True:
+            soon = self.heap[0][0] if self.heap else float("inf")
+            if self.env.peek() <= soon:
+                if self.env.peek() == float("inf"):
+                    break
+                self.env.step()
+            else:
+                now, number = heapq.heappop(self.heap)
+                self._end(self.tasks[number], now)
+        stuck = [task.name for task in self.tasks if self.waits[task.number] > 0]
         require(
-            not stuck and all(p.triggered for p in processes),
+            not stuck and self.done == len(self.tasks),
             f"a step where {stuck[:3]} never end",
             "no cycles",
             "fix `after`",
         )
-        return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes))
 
+    def _start(self, task: Task, now: float) -> None:
+        task.begin = now
+        if task.flows is None:
+            heapq.heappush(self.heap, (now + task.seconds, task.number))
+            return
+        if self.env.now < now:
+            self.env.run(until=now)
+        process = self.env.process(run_sliced(self.env, self.links, task.flows, 1))
+        process.callbacks.append(lambda _: self._end(task, self.env.now))
 
-def _stream(
-    env: simpy.Environment, links: Links, tasks: list[Task], done: list[simpy.Event]
-) -> Generator[simpy.Event, Any, None]:
-    for task in tasks:
-        waits = [done[number] for number in task.after if not done[number].processed]
-        if waits:
-            yield env.all_of(waits)
-        task.begin = env.now
-        if task.flows is not None:
-            yield from run_sliced(env, links, task.flows, 1)
-        else:
-            yield env.timeout(task.seconds)
-        task.end = env.now
-        done[task.number].succeed()
+    def _end(self, task: Task, now: float) -> None:
+        task.end = now
+        self.done += 1
+        for number in self.next[task.number]:
+            self.waits[number] -= 1
+            if self.waits[number] == 0:
+                self._start(self.tasks[number], now)
 
 
 def on_links(phases: list[Phase], rank: int) -> list[Phase]:

@@ -15,6 +15,7 @@ from typing import Any
 from tileweave.errors import require
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.planning.schedules.gather import cdiv
+from tileweave.sim.collectives import Group
 from tileweave.sim.document import (
     REQUIRED,
     Reader,
@@ -131,6 +132,33 @@ def known_model(name: str) -> Model:
     )
 
 
+ALONE = Group(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a layer is computed.
+
+    fused_attention : one kernel. Otherwise, as in 2021: the scores are in memory, and softmax and
+        dropout are passes over them; dropout and residual are passes of their own too.
+    sequence_parallel : rows are sharded between matmuls (arXiv 2205.05198). Otherwise, as in 2021,
+        each rank has all rows, and results are all-reduced.
+    context : the ranks that share a sequence (context parallelism). They pass keys and values on
+        around a ring, during attention.
+    """
+
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    context: Group = ALONE
+
+
+# Bytes that unfused attention moves per score, in bf16 with a byte for dropout's mask. Forward: the
+# product of Q and K written; softmax and dropout read and write; the last one's result read for the
+# product with V. Backward: the gradient of that product written; dropout's and softmax's backward,
+# which also read the mask and the probabilities; and each product that reads scores.
+_SCORE_BYTES = {"forward": 13.0, "backward": 19.0}
+
+
 class Layer:
     """The times of the operators of one layer as :class:`Part` objects, for one mode and one
     tensor-parallel degree.
@@ -140,7 +168,13 @@ class Layer:
     """
 
     def __init__(
-        self, model: Model, ops: Operators, tp: int, mode: Mode, fuse: Iterable[str] | None = None
+        self,
+        model: Model,
+        ops: Operators,
+        tp: int,
+        mode: Mode,
+        fuse: Iterable[str] | None = None,
+        style: Style | None = None,
     ) -> None:
         require(
             model.heads % tp == 0 and model.ffn % tp == 0,
@@ -149,6 +183,7 @@ class Layer:
             "change tp",
         )
         self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
+        self.style = style or Style()
         self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to a multiple of tp
         self.fuse = None if fuse is None else set(fuse)
         self.replans = mode == "bound" or (mode == "fused" and tp in (1, *FUSED_WORLD_SIZES))
@@ -193,9 +228,11 @@ class Layer:
         return self.part(name, phase, time, f"matmul_{reduce}", reduce, m * cols * 2.0)
 
     def norm(self, rows: float) -> Part:
-        """Normalize and add the residual: three reads or writes of the rows."""
+        """Normalize and add the residual: three reads or writes of the rows. With dropout, two
+        kernels that read or write five and a half."""
+        passes = 3.0 if self.style.fused_attention else 5.5
         return self.plain(
-            "norm", "elementwise", self.ops.costs.stream(3 * rows * self.model.hidden * 2.0)
+            "norm", "elementwise", self.ops.costs.stream(passes * rows * self.model.hidden * 2.0)
         )
 
     def activation(self, m: int) -> Part:
@@ -205,14 +242,39 @@ class Layer:
             self.ops.costs.stream(m * (self.model.up + self.model.ffn) / self.tp * 2.0),
         )
 
-    def attention(self, m: int, seq: int, factor: float = 1.0) -> Part:
-        """Causal attention over ``seq`` tokens, ``m`` rows in all: 2 * m * seq * hidden flop in
-        forward."""
-        seconds = self.ops.costs.attention(factor * 2.0 * m * seq * self.model.hidden / self.tp)
-        return self.plain("attention", "attention", seconds)
+    def attention(self, m: int, seq: int, way: str = "forward") -> Part:
+        """Causal attention of ``m`` rows over ``seq`` tokens: 2 * m * seq * hidden flop in forward,
+        2.5 times that in backward. Unfused, nothing is left out of the square of scores."""
+        flops = 2.0 * m * seq * self.model.hidden / self.tp
+        if self.style.fused_attention:
+            seconds = self.ops.costs.attention(flops * (1.0 if way == "forward" else 2.5))
+        else:
+            scores = float(m) * seq * self.model.heads / self.tp
+            seconds = self.ops.costs.attention(flops * (2.0 if way == "forward" else 4.0))
+            seconds += self.ops.costs.stream(_SCORE_BYTES[way] * scores)
+        context = self.style.context
+        if context.size == 1:
+            return self.plain("attention", "attention", seconds)
+        # keys and values of all ranks; in backward also their gradients
+        columns = 2.0 * self.model.kv_heads * self.model.head_dim / self.tp
+        nbytes = 2.0 * m * columns * context.size * (1.0 if way == "forward" else 2.0)
+        whole = self.ops.at_best(seconds, self.ops.collective("all_gather", nbytes, context))
+        return Part(
+            "attention",
+            "attention",
+            whole,
+            max(whole - seconds, 0.0),
+            "all_gather",
+            nbytes,
+            context.size,
+            "cp",
+            seconds,
+        )
 
-    def forward(self, m: int, seq: int, sequence_parallel: bool = True) -> list[Part]:
-        """The forward of one layer over ``m`` rows."""
+    def forward(self, m: int, seq: int, sequence_parallel: bool | None = None) -> list[Part]:
+        """The forward of one layer over ``m`` rows. ``sequence_parallel`` None: by the style."""
+        if sequence_parallel is None:
+            sequence_parallel = self.style.sequence_parallel
         model, rows = self.model, m / self.tp if sequence_parallel else float(m)
         reduce = "reduce_scatter" if sequence_parallel else "all_reduce"
         column = self.column if sequence_parallel else self.local_column
@@ -231,35 +293,77 @@ class Layer:
         """A matmul alone, because each rank has all rows already."""
         return self.part(name, phase, self.ops.matmul(m, max(cols // self.tp, 1), depth))
 
-    def backward(self, m: int, seq: int) -> list[Part]:
-        """The backward of one layer, sequence parallel. Unfused as in Megatron: the gather of x is
-        hidden by dgrad, the reduce-scatter of its result by wgrad; the gather of dy before
-        row-parallel layers is exposed."""
-        model = self.model
+    def backward(self, m: int, seq: int) -> tuple[list[Part], list[Part]]:
+        """The backward of one layer: what the layer before waits for, and the gradients of weights,
+        which only the optimiser waits for."""
+        model, rows = self.model, m / self.tp if self.style.sequence_parallel else float(m)
+        fc2, fc2_weight = self._row_backward("fc2", m, model.hidden, model.ffn)
+        fc1, fc1_weight = self.column_backward("fc1", m, model.up, model.hidden)
+        proj, proj_weight = self._row_backward("proj", m, model.hidden, model.hidden)
+        qkv, qkv_weight = self.column_backward("qkv", m, model.qkv, model.hidden)
+        inputs = [
+            fc2,
+            self.activation(m),
+            fc1,
+            self.norm(rows),
+            proj,
+            self.attention(m, seq, "backward"),
+            qkv,
+            self.norm(rows),
+        ]
+        return inputs, [fc2_weight, fc1_weight, proj_weight, qkv_weight]
+
+    def joint_backward(self, m: int, seq: int) -> list[Part]:
+        """The same in one: gradients of weights hide communication. Unfused as in Megatron: the
+        gather of x is hidden by dgrad, the reduce-scatter of its result by wgrad; the gather of dy
+        before row-parallel layers is exposed."""
+        model, rows = self.model, m / self.tp if self.style.sequence_parallel else float(m)
         return [
             *self._row_backward("fc2", m, model.hidden, model.ffn),
             self.activation(m),
-            *self._column_backward("fc1", m, model.up, model.hidden),
-            self.norm(m / self.tp),
+            *self.joint_column_backward("fc1", m, model.up, model.hidden),
+            self.norm(rows),
             *self._row_backward("proj", m, model.hidden, model.hidden),
-            self.attention(m, seq, 2.5),
-            *self._column_backward("qkv", m, model.qkv, model.hidden),
-            self.norm(m / self.tp),
+            self.attention(m, seq, "backward"),
+            *self.joint_column_backward("qkv", m, model.qkv, model.hidden),
+            self.norm(rows),
         ]
 
-    def _row_backward(self, name: str, m: int, cols: int, depth: int) -> list[Part]:
-        dgrad = self.column(f"{name} dgrad", m, depth, cols)
+    def _row_backward(self, name: str, m: int, cols: int, depth: int) -> tuple[Part, Part]:
+        column = self.column if self.style.sequence_parallel else self.local_column
+        dgrad = column(f"{name} dgrad", m, depth, cols)
         wgrad = self.part(f"{name} wgrad", "matmul", self.ops.matmul(cols, depth // self.tp, m))
-        return [dgrad, wgrad]
+        return dgrad, wgrad
 
-    def _column_backward(self, name: str, m: int, cols: int, depth: int) -> list[Part]:
+    def column_backward(self, name: str, m: int, cols: int, depth: int) -> tuple[Part, Part]:
+        """The two gradients of a column-parallel matmul by themselves."""
         local, ops = cols // self.tp, self.ops
         wgrad = ops.matmul(local, depth, m)
-        if self.tp == 1:
-            return [
-                self.part(f"{name} dgrad", "matmul", ops.matmul(m, depth, local)),
-                self.part(f"{name} wgrad", "matmul", wgrad),
-            ]
+        reduce = "reduce_scatter" if self.style.sequence_parallel else "all_reduce"
+        dgrad = self.row(f"{name} dgrad", m, depth, cols, reduce)
+        if self.tp == 1 or not self.style.sequence_parallel:
+            return dgrad, self.part(f"{name} wgrad", "matmul", wgrad)
+        gather = ops.all_gather_matmul(self.tp, m, local, depth).comm
+        seconds = ops.at_best(wgrad.unfused, gather)
+        exposed = max(seconds - wgrad.unfused, 0.0)
+        return dgrad, Part(
+            f"{name} wgrad",
+            "matmul",
+            seconds,
+            exposed,
+            "all_gather",
+            m * depth * 2.0,
+            self.tp,
+            "tp",
+            wgrad.unfused,
+        )
+
+    def joint_column_backward(self, name: str, m: int, cols: int, depth: int) -> list[Part]:
+        """Both gradients of a column-parallel matmul, with what they hide of each other."""
+        local, ops = cols // self.tp, self.ops
+        if self.tp == 1 or not self.style.sequence_parallel:
+            return [*self.column_backward(name, m, cols, depth)]
+        wgrad = ops.matmul(local, depth, m)
         fused = ops.matmul_scatter("reduce_scatter", self.tp, m, depth, local)
         gather = ops.all_gather_matmul(self.tp, m, local, depth).comm
         pair = ops.at_best(fused.compute, gather) + ops.at_best(wgrad.unfused, fused.comm)

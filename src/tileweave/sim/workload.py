@@ -10,9 +10,10 @@ cluster: {device: h200, nodes: 16, network: ib-400}
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 
 from tileweave.planning.costs import Calibration
 from tileweave.planning.problem import FUSED_WORLD_SIZES
-from tileweave.sim import dlrm, moe, serving, training
+from tileweave.sim import dlrm, memory, moe, serving, training
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
 from tileweave.sim.machine import Cluster, cluster_reader, make_cluster
 from tileweave.sim.operators import MODES, Mode, Operators
@@ -47,6 +48,33 @@ class Scenario:
     @property
     def title(self) -> str:
         return f"{self.kind} {self.workload.model.name}"
+
+    @property
+    def samples(self) -> float:
+        """Tokens or samples of one step, of all its GPUs."""
+        return samples_of(self)[0]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that a step takes: a served model's replica may be part of a node."""
+        work = self.workload
+        return work.gpus if isinstance(work, serving.Serving) else self.cluster.world_size
+
+    @property
+    def file_name(self) -> str:
+        """For files about this scenario: the model, what is not usual, and the machines."""
+        work, cluster = self.workload, self.cluster
+        words = [self.kind, work.model.name]
+        for one in fields(work):
+            value = getattr(work, one.name)
+            if one.name == "tp" or (one.name != "model" and value != one.default):
+                short = "".join(part[0] for part in one.name.split("_"))
+                name = one.name if "_" not in one.name else short
+                words.append(f"{name}{value}")
+        words.append(f"{cluster.world_size}x{cluster.device.name}")
+        if cluster.nodes > 1:
+            words.append(cluster.network.name)
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -88,7 +116,7 @@ def simulate(
     fuse: Iterable[str] | None = None,
 ) -> Timeline:
     """One step of a scenario in one mode."""
-    return _run(scenario, mode, _operators(scenario, calibration), fuse)
+    return simulate_with(operators_for(scenario, calibration), scenario, mode, fuse)
 
 
 def simulate_all(
@@ -96,16 +124,17 @@ def simulate_all(
     calibration: Calibration | None = None,
     modes: Iterable[Mode] = MODES,
     fuse: Iterable[str] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> Result:
     """A scenario in all ``modes``: unfused, fused and its bound."""
     started = time.perf_counter()
-    ops = _operators(scenario, calibration)
+    ops = operators_for(scenario, calibration)
     timelines = {}
-    for mode in modes:
-        progress(mode)
-        timelines[mode] = _run(scenario, mode, ops, fuse)
-    per_step, unit = _samples(scenario)
+    modes = tuple(modes)
+    for number, mode in enumerate(modes):
+        progress(mode, number, len(modes))
+        timelines[mode] = simulate_with(ops, scenario, mode, fuse)
+    per_step, unit = samples_of(scenario)
     result = Result(
         scenario.title,
         scenario.cluster.describe(),
@@ -118,27 +147,42 @@ def simulate_all(
     return result
 
 
-def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators:
-    graph = isinstance(scenario.workload, serving.Serving) and scenario.workload.phase == "decode"
-    return Operators(scenario.cluster, calibration, graph)
+def operators_for(
+    scenario: Scenario, calibration: Calibration | None = None, kernels: bool = True
+) -> Operators:
+    """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
+    what they have simulated already. ``kernels`` False: for unfused steps alone, of training and
+    serving."""
+    work = scenario.workload
+    if isinstance(work, serving.Serving):
+        return serving.operators(work, scenario.cluster, calibration, kernels)
+    prefill = isinstance(work, moe.MoE) and work.phase == "prefill"
+    sustained = isinstance(work, training.Training) or prefill
+    return Operators(scenario.cluster, calibration, False, sustained, kernels)
 
 
-def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
+def simulate_with(
+    ops: Operators, scenario: Scenario, mode: Mode, fuse: Iterable[str] | None = None
+) -> Timeline:
+    """One step of a scenario in one mode, with operators that others may have used."""
     module = {"train": training, "serve": serving, "moe": moe, "dlrm": dlrm}[scenario.kind]
     return module.simulate(
         scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse)
     )
 
 
-def _samples(scenario: Scenario) -> tuple[float, str]:
+def samples_of(scenario: Scenario) -> tuple[float, str]:
+    """How many samples or tokens a step makes, and which of both."""
     work = scenario.workload
     if isinstance(work, training.Training):
         return training.samples(work, scenario.cluster) * work.tokens, "tokens"
     if isinstance(work, serving.Serving):
-        return work.batch * (work.seq if work.phase == "prefill" else 1), "tokens"
+        each = {"prefill": work.seq, "decode": 1, "generate": work.output}
+        return work.batch * each[work.phase], "tokens"
     if isinstance(work, moe.MoE):
         return work.tokens * scenario.cluster.world_size, "tokens"
-    return work.model.batch_per_gpu * scenario.cluster.world_size, "samples"
+    world = scenario.cluster.world_size
+    return work.model.samples(world) * world, "samples"
 
 
 def _ranks(scenario: Scenario) -> int:
@@ -149,10 +193,22 @@ def _ranks(scenario: Scenario) -> int:
     return scenario.cluster.world_size if isinstance(work, dlrm.Dlrm) else work.tp
 
 
+MEASURED_RANKS = 4  # of a node, the most that we have measured
+
+
 def cluster_notes(cluster: Cluster) -> Iterable[str]:
     """Notes about what was not measured for a cluster."""
-    if cluster.device.name != "h200":
-        yield f"{cluster.device.name}: fractions of peak of an H200 are assumed, not measured"
+    device = cluster.device
+    if device.name != "h200":
+        yield f"{device.name}: fractions of peak of an H200 are assumed, not measured" + (
+            f"; matmuls reach {device.matmul:.0%} of peak, as published" if device.matmul else ""
+        )
+    if cluster.gpus_per_node > MEASURED_RANKS:
+        yield (
+            f"{cluster.gpus_per_node} GPUs in a node: NCCL by curves that others published for 8 "
+            f"(tileweave simulate machines), fused kernels as among {MEASURED_RANKS}; "
+            "neither measured by us"
+        )
     if cluster.nodes > 1:
         yield (
             "between nodes: rates and latency of data sheets, "
@@ -163,9 +219,18 @@ def cluster_notes(cluster: Cluster) -> Iterable[str]:
 def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
     """Notes that readers of the results must know."""
     cluster = scenario.cluster
-    if isinstance(scenario.workload, serving.Serving) and cluster.nodes > 1:
-        yield "one replica, inside one node: the other nodes change nothing"
-        cluster = replace(cluster, nodes=1)
+    work = scenario.workload
+    if isinstance(work, serving.Serving) and cluster.nodes > 1:
+        if work.gpus <= cluster.gpus_per_node:
+            yield "one replica, inside one node: the other nodes change nothing"
+            cluster = replace(cluster, nodes=1)
+        elif work.gpus < cluster.world_size:
+            yield f"one replica on {work.gpus} GPUs: the others change nothing"
+    if isinstance(work, serving.Serving):
+        most = memory.most_sequences(work, cluster)
+        yield f"room for keys and values of {most:,} sequences of {work.longest:,} tokens"
+        if work.pp > 1 and work.phase != "prefill":
+            yield "idle: while a micro-batch decodes on one stage, the others work on other ones"
     yield from cluster_notes(cluster)
     most = FUSED_WORLD_SIZES[-1]
     if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:

@@ -34,13 +34,12 @@ class CpuTransport:
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
         self._pushed: Future[None] | None = None
         self.watch: Watcher | None = None
-        self._maps: list[mmap.mmap] = []
+        self._closed = threading.Event()
         self._texts = Texts(group)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        mapped = self.share(nbytes)
-        self._maps += mapped
-        views = [torch.frombuffer(m, dtype=torch.uint8) for m in mapped]
+        # a block is unmapped with its last tensor: nothing else keeps memory that was outgrown
+        views = [torch.frombuffer(m, dtype=torch.uint8) for m in self.share(nbytes)]
         return SymmetricBuffer(views[self.rank], tuple(v.data_ptr() for v in views), views)
 
     def share(self, nbytes: int) -> list[mmap.mmap]:
@@ -61,13 +60,12 @@ class CpuTransport:
         capturing: bool | None = None,
     ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
-        self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)
-        if launch is None:
-            return
         launched = False
         try:
-            # after the copies were queued: an interpreted launch returns when the kernel has ended
-            launch()
+            self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)
+            if launch is not None:
+                # after the copies: an interpreted launch returns when the kernel has ended
+                launch()
             launched = True
         finally:
             if not launched:
@@ -77,7 +75,7 @@ class CpuTransport:
         begin = 0
         for copy in copies:
             while copy.counter and ctypes.c_int32.from_address(copy.counter).value < copy.count:
-                if abandoned.wait(2e-4):
+                if abandoned.wait(2e-4) or self._closed.is_set():
                     return
             begin = begin or time.perf_counter_ns()
             for to, at in copy.pieces(source):
@@ -100,6 +98,6 @@ class CpuTransport:
         self.join()
 
     def close(self) -> None:
+        self._closed.set()  # Ctrl-C may have come where no push knows of its copies
         self._engine.shutdown(wait=True)
-        self._maps.clear()
         self._texts.close()

@@ -47,6 +47,8 @@ def _open(place: str, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise _unavailable(process, error.strerror or str(error)) from error
     try:
+        if os.fstat(opened).st_uid != os.geteuid():
+            raise _unavailable(process, "it is another user's")
         link = os.readlink(f"/proc/self/fd/{opened}")
         if not link.startswith(f"/memfd:tileweave-{token}"):
             raise _unavailable(process, "something else is there")
@@ -88,6 +90,12 @@ def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[
             ]
         except UnsupportedError as error:
             failure = str(error)
+        except (OSError, ValueError) as error:  # no address space, no descriptor
+            failure = (
+                f"asked: {nbytes} bytes of each of {len(places)} ranks, mapped on rank {rank} "
+                f"({error}); allowed: what its limits of address space and open files permit "
+                "(ulimit -v, ulimit -n); remedy: raise them there, or call with smaller shapes"
+            )
         agree_on_mapping(failure, exchange)  # all have mapped it: the descriptor may go
     finally:
         if descriptor >= 0:

@@ -10,12 +10,23 @@ each replay writes there.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import mmap
+import os
+import select
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.dlpack import to_dlpack
+
+# where results lie in host memory that ranks share, and their bytes
+_LENT: dict[int, tuple[int, int]] = {}
+_NUMBERS = itertools.count()
+_PIPES: list[tuple[int, int]] = []  # of the fork in progress
+_COPYING_SECONDS = 10.0  # the longest that a fork waits for its child
 
 
 @dataclass
@@ -62,6 +73,58 @@ class Regions:
         """``place``, the memory of ``region``, as a tensor with a storage of its own. The region is
         held until that storage is gone."""
         self.held.add(region)
-        lent = place.detach()
-        weakref.finalize(lent, self.held.discard, region)
+        lent, number = place.detach(), next(_NUMBERS)
+        if lent.is_cpu:
+            _LENT[number] = (lent.data_ptr(), lent.numel() * lent.itemsize)
+        weakref.finalize(lent, self._take_back, region, number)
         return torch.from_dlpack(to_dlpack(lent))
+
+    def _take_back(self, region: int, number: int) -> None:
+        _LENT.pop(number, None)
+        self.held.discard(region)
+
+
+# --- Forks ---
+# A forked process keeps its results, as it keeps other tensors on the CPU. They are in shared
+# memory, so it copies them, and the parent goes on only then.
+
+
+def _before_fork() -> None:
+    if _LENT:
+        _PIPES.append(os.pipe())
+
+
+def _in_parent() -> None:
+    if _PIPES:
+        copied, mine = _PIPES.pop()
+        os.close(mine)
+        select.select([copied], [], [], _COPYING_SECONDS)
+        os.close(copied)
+
+
+def _in_child() -> None:
+    for begin, nbytes in list(_LENT.values()):
+        _own(begin, nbytes)
+    _LENT.clear()
+    if _PIPES:
+        for end in _PIPES.pop():
+            os.close(end)
+
+
+def _own(begin: int, nbytes: int) -> None:
+    """Replace the pages of these bytes by memory of this process alone, with the same content."""
+    first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(begin + nbytes - first) // mmap.PAGESIZE) * mmap.PAGESIZE
+    content = ctypes.string_at(first, size)
+    place = ctypes.CDLL(None).mmap
+    place.restype = ctypes.c_void_p
+    place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+    if place(first, size, access, flags, -1, 0) != first:
+        raise MemoryError(f"no memory of its own for {size} bytes of a result in a forked process")
+    ctypes.memmove(first, content, size)
+
+
+if hasattr(os, "register_at_fork") and hasattr(os, "memfd_create"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -17,23 +17,27 @@ whose store counts messages from the first one of each rendezvous and waits no l
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeVar
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from tileweave.errors import PeerTimeout, RankMismatchError
+from tileweave.transport.group_store import Conversation, ask_store
 from tileweave.transport.workspace import timeout_seconds
+
+T = TypeVar("T")
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
+# These decide which meetings a call has.
+_VARIABLES = ("TRITON_INTERPRET", "TILEWEAVE_DEBUG")
 _CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace begin with it
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
@@ -48,19 +52,8 @@ _DESCRIPTIONS = {
 # After a fault, the times when ranks come to the next meeting may differ as much as waits inside a
 # kernel may last, up to twice the timeout.
 LATE = 2.5
-_STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 # groups whose workspace this rank has closed and has not made again
 _CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of ``group``, through a connection of its own. A wait occupies the connection, and
-    threads that use other groups would wait, too."""
-    found = _STORES.get(group)
-    if found is None:
-        store = _get_process_group_store(group)
-        found = _STORES[group] = store.clone()  # type: ignore[attr-defined]
-    return found
 
 
 def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]]:
@@ -70,25 +63,54 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
     If only some ranks have closed their workspace, the others raise an error, and those that have
     closed it wait for the next meeting.
     """
-    store = dist.PrefixStore("tileweave-meetings", store_of(group))
+    seconds = timeout_seconds() * (LATE if group in _CLOSED else 1.0)
+    text = f"{_switches()}|{text}"
+    number, texts = ask_store(
+        group, what, seconds, lambda talk: _meet(talk, text, group, what, seconds)
+    )
+    switches, texts = zip(*[text.split("|", 1) for text in texts], strict=True)
+    _refuse_switches(switches)
+    return number, list(texts)
+
+
+def _switches() -> str:
+    """Whether each of :data:`_VARIABLES` is on in this process: a digit each."""
+    return "".join(
+        str(int(os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")))
+        for name in _VARIABLES
+    )
+
+
+def _refuse_switches(switches: Sequence[str]) -> None:
+    """Raise the same error on every rank if a variable is on for some ranks only: these make other
+    calls."""
+    for number, name in enumerate(_VARIABLES):
+        on = [rank for rank, each in enumerate(switches) if each[number] == "1"]
+        if 0 < len(on) < len(switches):
+            raise RankMismatchError(
+                f"asked: {name}=1 on ranks {on} only, of {len(switches)}; allowed: the same on "
+                "every rank; remedy: set it for all ranks, or for none"
+            )
+
+
+def _meet(
+    talk: Conversation, text: str, group: dist.ProcessGroup, what: str, seconds: float
+) -> tuple[int, list[str]]:
+    store = dist.PrefixStore("tileweave-meetings", talk.store)
     rank, size, closed_here = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
-    seconds = timeout_seconds() * (LATE if closed_here else 1.0)
     while True:
+        talk.allow(seconds)
         # the number is in the store, which may outlive the group and serve the next one
         number = store.add(f"last-of-{rank}", 1)
         keys = [f"{number}/{other}" for other in range(size)]
         store.set(keys[rank], _CLOSED_PREFIX + text if closed_here else text)
-        end = ""
-        try:
-            store.wait(keys, timedelta(seconds=seconds))
+        if talk.wait(keys, store, seconds):
             end = _end(store, number, _MET)
-        except RuntimeError as error:
-            end, absent = _give_up(store, number, keys)
+        else:
+            absent = next((other for other, key in enumerate(keys) if not store.check([key])), -1)
+            end = _end(store, number, _GIVEN_UP)
             if end != _MET:  # else the last rank came just now, and the others rely on this one
-                raise PeerTimeout(what, rank, absent, -1, 0, 0, seconds, "meeting") from error
-        finally:
-            if not end:  # Ctrl-C, say
-                _give_up(store, number, keys)
+                raise PeerTimeout(what, rank, absent, -1, 0, 0, seconds, "meeting")
         texts = [text.decode() for text in store.multi_get(keys)]
         if number > 1:  # all ranks that came to this meeting have read the texts of the last one
             store.delete_key(f"{number - 1}/{rank}")
@@ -105,14 +127,6 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
 def _end(store: dist.Store, number: int, wanted: str) -> str:
     """How meeting ``number`` ended: as ``wanted``, unless another rank decided before."""
     return store.compare_set(f"{number}/end", "", wanted).decode()
-
-
-def _give_up(store: dist.Store, number: int, keys: Sequence[str]) -> tuple[str, int]:
-    """How the meeting ended, and the rank that did not come; -1 if that is unknown."""
-    with suppress(RuntimeError):  # raised if the store is gone
-        absent = next((other for other, key in enumerate(keys) if not store.check([key])), -1)
-        return _end(store, number, _GIVEN_UP), absent
-    return _GIVEN_UP, -1
 
 
 def reopened(group: dist.ProcessGroup) -> None:
@@ -163,11 +177,12 @@ def refuse_differences(texts: Sequence[str], hint: str = "") -> None:
 
 
 class Messages(dist.Store):
-    """``store`` with renumbered keys ``topic/number/...``: each topic of a round starts at 0."""
+    """The store of ``group`` with renumbered keys ``topic/number/...``: a topic of a round starts
+    at 0."""
 
-    def __init__(self, store: dist.Store, what: str, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._store, self._what, self._rank = store, what, rank
+        self._group_of = ref(group)
         self._round = 0
         self._first: dict[str, int] = {}
         self._seconds = 0.0
@@ -178,6 +193,16 @@ class Messages(dist.Store):
         self._first.clear()
         self._seconds = timeout_seconds()
 
+    def _ask(self, function: Callable[[Conversation, dist.Store], T]) -> T:
+        group = self._group_of()
+        assert group is not None, "the meeting of a group ends with it"
+        return ask_store(
+            group,
+            MAPPING,
+            self._seconds,
+            lambda talk: function(talk, dist.PrefixStore("tileweave-rendezvous", talk.store)),
+        )
+
     def _own(self, key: str) -> str:
         found = _NUMBERED.match(key)
         if found:
@@ -186,30 +211,31 @@ class Messages(dist.Store):
         return f"{self._round}/{key}"
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(self._own(key), value)
+        own = self._own(key)
+        self._ask(lambda talk, store: store.set(own, value))
 
     def add(self, key: str, value: int) -> int:
-        return self._store.add(self._own(key), value)
+        own = self._own(key)
+        return self._ask(lambda talk, store: store.add(own, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check([self._own(key) for key in keys])
+        own = [self._own(key) for key in keys]
+        return self._ask(lambda talk, store: store.check(own))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(self._own(key))
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self.wait(keys)
-        return self._store.multi_get([self._own(key) for key in keys])
+        own = [self._own(key) for key in keys]
+        return self._ask(lambda talk, store: store.multi_get(own))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. ``timeout`` is torch's and is ignored, since it is far too long for us."""
-        try:
-            self._store.wait([self._own(key) for key in keys], timedelta(seconds=self._seconds))
-        except RuntimeError as error:
-            raise PeerTimeout(
-                self._what, self._rank, -1, -1, 0, 0, self._seconds, "meeting"
-            ) from error
+        own, seconds = [self._own(key) for key in keys], self._seconds
+        if not self._ask(lambda talk, store: talk.wait(own, store, seconds)):
+            rank = dist.get_rank(self._group_of())
+            raise PeerTimeout(MAPPING, rank, -1, -1, 0, 0, seconds, "meeting")
 
 
 class Meeting(Texts):
@@ -217,9 +243,11 @@ class Meeting(Texts):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        rank, store = dist.get_rank(group), store_of(group)
-        self._name = f"tileweave-{group.group_name}-{store.add(f'tileweave-workspaces-{rank}', 1)}"
-        self._messages = Messages(dist.PrefixStore("tileweave-rendezvous", store), MAPPING, rank)
+        rank, seconds = dist.get_rank(group), timeout_seconds()
+        count = f"tileweave-workspaces-{rank}"
+        number = ask_store(group, MAPPING, seconds, lambda talk: talk.store.add(count, 1))
+        self._name = f"tileweave-{group.group_name}-{number}"
+        self._messages = Messages(group)
         self._group = dist.ProcessGroup(self._messages, rank, dist.get_world_size(group))
         # torch 2.13 asks the backend of the group whether to use it
         if hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous"):

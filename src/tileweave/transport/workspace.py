@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ GATHER = "gather"  # the kind of instance of a gather that runs concurrently wit
 COPIED = ("copy_engine", GATHER)
 MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
+_SECONDS = re.compile(r"[0-9]+\.?[0-9]*(e[+-]?[0-9]{1,3})?|\.[0-9]+", re.ASCII)
 _SET = protocol.REPORT_SET
 
 
@@ -47,14 +49,11 @@ CALL = _Call()
 
 def timeout_seconds() -> float:
     """How long a wait may last, in seconds: ``TILEWEAVE_TIMEOUT``, default 30."""
-    text = os.environ.get("TILEWEAVE_TIMEOUT", "30")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= 2000.0:
+    text = os.environ.get("TILEWEAVE_TIMEOUT") or "30"
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    if not 1e-3 <= seconds <= 2000.0:
         raise InputError(
-            f"asked: TILEWEAVE_TIMEOUT={text!r}; allowed: seconds, more than 0 and at most 2000; "
+            f"asked: TILEWEAVE_TIMEOUT={text!r:.60}; allowed: seconds, 0.001 to 2000; "
             "remedy: unset it for the default of 30"
         )
     return seconds
@@ -154,6 +153,7 @@ class Instance:
         self.captured = False
         self.calls = 1
         self.cache: dict[object, object] = {}
+        self._outside: list[list[object]] = []  # see until_memory_moves
         self.version = 0
 
     @contextmanager
@@ -250,7 +250,8 @@ class Instance:
             if found is not None:
                 self._held.append(found)
                 made = max(made, 2 * found.numel())
-            found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
+            with torch.inference_mode(False):  # operators of torch may write to it later
+                found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
             self._scratch = found
         return found[:nbytes]
 
@@ -261,9 +262,21 @@ class Instance:
             self._forget()
         self.cache[key] = value
 
+    def until_memory_moves(self, value: object) -> list[object]:
+        """A list of ``value``, for caches outside of this instance. It is emptied when ``version``
+        changes: what was made for memory that was outgrown would keep that memory mapped."""
+        if len(self._outside) >= 4 * MOST_KEPT and not self.transport.capturing():
+            self.transport.synchronize()
+            self._forget()  # most are of plans that are gone
+        self._outside.append([value])
+        return self._outside[-1]
+
     def _forget(self) -> None:
-        """Empty the cache, because addresses change; a cache that a graph needs is replaced."""
+        """Empty the caches, because addresses change; a cache that a graph needs is replaced."""
         self.version += 1
+        for kept in self._outside:
+            kept.clear()
+        self._outside.clear()
         if any(self.cache is one for one in self._held):
             self.cache = {}
         else:
@@ -282,6 +295,7 @@ class Instance:
             if isinstance(cache, dict):
                 cache.clear()
         self._held.clear()
+        self._forget()
 
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():

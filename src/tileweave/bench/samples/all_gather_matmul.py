@@ -7,10 +7,20 @@ from itertools import product
 import torch
 
 from tileweave.bench import random_cases
-from tileweave.bench.cases import LARGE, LAYERS, SMALL, Case, smoke_cases, typical_plans
+from tileweave.bench.cases import (
+    LARGE,
+    LAYERS,
+    SMALL,
+    Case,
+    fp8_cases,
+    fp8_smoke,
+    smoke_cases,
+    typical_plans,
+)
 from tileweave.bench.rivals import AllGatherMatmulRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
+from tileweave.bench.scaled_rivals import ScaledGatherRivals, rivals_of
 from tileweave.bench.subjects import AllGatherMatmul, Shape
 from tileweave.planning.matmul import plan_all_gather_matmul
 
@@ -80,11 +90,18 @@ SAMPLES = Samples(
             Case(OP, f"{layer}-m{m}", m, *LAYERS[layer], True, "small")
             for m, layer in product(SMALL, LAYERS)
         ),
+        *fp8_cases(OP, LAYERS, LARGE, SMALL[:-1]),
     ],
-    smoke=smoke_cases(OP, (256, 256, 128), (32, 128, 96)),
+    smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 96, 128)],
     quick=r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd",
-    rival=AllGatherMatmulRivals,
+    rival=rivals_of(AllGatherMatmulRivals, ScaledGatherRivals),
     bars={
+        "fp8": {
+            "limit_ratio": Bar(0.93, 0.85),
+            "over_unfused": Bar(1.15, 1.0),
+            "over_torch": Bar(1.05, 1.0),
+        },
+        "fp8 small": {"over_unfused": Bar(worst=0.98), "over_torch": Bar(worst=0.98)},
         "large": {
             "limit_ratio": Bar(0.97, 0.92),
             "over_unfused": Bar(worst=1.0),

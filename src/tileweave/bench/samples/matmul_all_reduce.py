@@ -7,10 +7,20 @@ from itertools import product
 import torch
 
 from tileweave.bench import random_cases
-from tileweave.bench.cases import DECODE_LAYERS, FEW, GEMV, Case, smoke_cases, typical_plans
+from tileweave.bench.cases import (
+    DECODE_LAYERS,
+    FEW,
+    GEMV,
+    Case,
+    fp8_cases,
+    fp8_smoke,
+    smoke_cases,
+    typical_plans,
+)
 from tileweave.bench.rivals import MatmulAllReduceRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
+from tileweave.bench.scaled_rivals import ScaledReduceRivals, rivals_of
 from tileweave.bench.subjects import MatmulAllReduce, Shape
 from tileweave.planning.matmul import plan_matmul_all_reduce
 
@@ -70,11 +80,13 @@ SAMPLES = Samples(
             Case(OP, f"{layer}-m{m}", m, *DECODE_LAYERS[layer], True, "small")
             for m, layer in product(FEW, DECODE_LAYERS)
         ),
+        *fp8_cases(OP, DECODE_LAYERS, (), (*GEMV, *FEW)),
     ],
-    smoke=smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True),
+    smoke=[*smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True), fp8_smoke(OP, 16, 96, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$",
-    rival=MatmulAllReduceRivals,
+    rival=rivals_of(MatmulAllReduceRivals, ScaledReduceRivals),
     bars={
+        "fp8 small": {"over_unfused": Bar(worst=0.98)},
         "gemv": {
             "over_gemm_us": Bar(most=3.0),
             "over_unfused": Bar(1.4),

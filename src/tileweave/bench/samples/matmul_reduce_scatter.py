@@ -8,10 +8,20 @@ from itertools import product
 import torch
 
 from tileweave.bench import random_cases
-from tileweave.bench.cases import LARGE, ROW_LAYERS, SMALL, Case, smoke_cases, typical_plans
+from tileweave.bench.cases import (
+    LARGE,
+    ROW_LAYERS,
+    SMALL,
+    Case,
+    fp8_cases,
+    fp8_smoke,
+    smoke_cases,
+    typical_plans,
+)
 from tileweave.bench.rivals import MatmulReduceScatterRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
+from tileweave.bench.scaled_rivals import ScaledScatterRivals, rivals_of
 from tileweave.bench.subjects import MatmulReduceScatter, Shape
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 
@@ -70,11 +80,18 @@ SAMPLES = Samples(
             Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small")
             for m, layer in product(SMALL, ROW_LAYERS)
         ),
+        *fp8_cases(OP, ROW_LAYERS, LARGE, SMALL[:-1]),
     ],
-    smoke=smoke_cases(OP, (256, 64, 256), (32, 96, 128)),
+    smoke=[*smoke_cases(OP, (256, 64, 256), (32, 96, 128)), fp8_smoke(OP, 64, 96, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd",
-    rival=MatmulReduceScatterRivals,
+    rival=rivals_of(MatmulReduceScatterRivals, ScaledScatterRivals),
     bars={
+        "fp8": {
+            "limit_ratio": Bar(0.90),
+            "over_unfused": Bar(1.2, 1.0),
+            "over_torch": Bar(1.1, 1.0),
+        },
+        "fp8 small": {"over_unfused": Bar(worst=0.98), "over_torch": Bar(worst=0.98)},
         "large": {
             "limit_ratio": Bar(0.95, 0.90),
             "over_unfused": Bar(worst=1.0),

@@ -131,6 +131,17 @@ def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
         return buffer.permute((1, 0))
 
 
+@gluon.constexpr_function
+def accumulator(dtype, TILE_N, WARPS):
+    """The layout of a tile that wgmma of operands of ``dtype`` computes: 32 bytes of K at a
+    time."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[WARPS, 1],
+        instr_shape=[16, TILE_N, 256 // dtype.primitive_bitwidth],
+    )
+
+
 @gluon.jit
 def multiply_tile(
     turn,
@@ -155,9 +166,7 @@ def multiply_tile(
     after the first buffer is full, so it is set if this tile's wait timed out, and the load costs
     nothing. ``LATE``: it is read after the last one, since *load* waits before later blocks, too.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16]
-    )
+    layout: gl.constexpr = accumulator(ring.a.dtype, TILE_N, WARPS)
     zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
     index = turn % STAGES
     mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
@@ -188,6 +197,117 @@ def multiply_tile(
     tile = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(ring.empty.index((turn - 1) % STAGES), count=1)
     return tile, turn, fault
+
+
+class BlockScales(NamedTuple):
+    """The scales of FP8 blocks that a unit needs; see ``device/triton/matmul.BlockScales``.
+
+    x, first : pointer to the scales of the shard, [K/128, step], and the tile's first row of it.
+    limit : rows of the shard.
+    step : elements from one K block's scales to the next.
+    w : pointer to that of the first K block of the tile's columns.
+    """
+
+    x: Any
+    first: Any
+    limit: Any
+    step: Any
+    w: Any
+
+
+@gluon.jit
+def promoted(acc, part, scales, block, SCALED: gl.constexpr):
+    """``acc`` plus a K block's products, times their scales where they have some."""
+    if SCALED:
+        rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        row = scales.first + gl.arange(0, acc.shape[0], layout=rows)
+        # peers wrote some of them: not from a stale cache
+        of_rows = gl.load(
+            scales.x + block * scales.step + row,
+            mask=row < scales.limit,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        return acc + part * (of_rows * gl.load(scales.w + block))[:, None]
+    else:
+        return acc + part
+
+
+@gluon.jit
+def multiply_promoted(
+    turn,
+    k_begin,
+    num_blocks,
+    ring,
+    scales,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """:func:`multiply_tile` of FP8, with sums in fp32 after each K block of 128, of which tensor
+    cores keep fewer bits. ``SCALED``: products are multiplied by their scales first. Returns (fp32
+    tile, turn).
+
+    Two accumulators: while one K block is added, wgmma computes the next. So tiles have at most
+    128 x 128 elements for 8 warps.
+    """
+    layout: gl.constexpr = accumulator(ring.a.dtype, TILE_N, WARPS)
+    zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+    acc = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+    for step in range(0, num_blocks, 2):
+        index = turn % STAGES
+        mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+        first = warpgroup_mma(
+            ring.a.index(index),
+            ring.b.index(index).permute((1, 0)),
+            zero,
+            use_acc=False,
+            is_async=True,
+        )
+        if step + 1 < num_blocks:
+            after = (turn + 1) % STAGES
+            mbarrier.wait(ring.ready.index(after), ((turn + 1) // STAGES) & 1)
+            second = warpgroup_mma(
+                ring.a.index(after),
+                ring.b.index(after).permute((1, 0)),
+                zero,
+                use_acc=False,
+                is_async=True,
+            )
+            part = warpgroup_mma_wait(1, deps=(first,))
+            mbarrier.arrive(ring.empty.index(index), count=1)
+            acc = promoted(acc, part, scales, k_begin + step, SCALED)
+            part = warpgroup_mma_wait(0, deps=(second,))
+            mbarrier.arrive(ring.empty.index(after), count=1)
+            acc = promoted(acc, part, scales, k_begin + step + 1, SCALED)
+            turn += 2
+        else:
+            part = warpgroup_mma_wait(0, deps=(first,))
+            mbarrier.arrive(ring.empty.index(index), count=1)
+            acc = promoted(acc, part, scales, k_begin + step, SCALED)
+            turn += 1
+    return acc, turn
+
+
+class RowScales(NamedTuple):
+    """Scales of FP8 operands by rows of x and columns of the result, of all rows and columns."""
+
+    x: Any
+    w: Any
+
+
+@gluon.jit
+def scale_tile(tile, scales, first_row, row_limit, col, cols):
+    """A tile of products of FP8, whose first row and column these are, times their scales."""
+    rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    r = first_row + gl.arange(0, tile.shape[0], layout=rows)
+    c = col + gl.arange(0, tile.shape[1], layout=columns)
+    of_rows = gl.load(scales.x + r, mask=r < row_limit, other=0.0, cache_modifier=".cg")
+    of_cols = gl.load(scales.w + c, mask=c < cols, other=0.0)
+    return tile * of_rows[:, None] * of_cols[None, :]
 
 
 @gluon.jit
@@ -289,7 +409,8 @@ def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexp
 
 class Output(NamedTuple):
     """Where a tile is stored: ``first_row`` and ``col`` are its first row and column of ``out``.
-    ``by_tma``: through ``buffer``, not by plain stores."""
+    ``by_tma``: through ``buffer``, not by plain stores. ``scales``: of FP8 operands, which a tile
+    is multiplied by first; anything where there are none."""
 
     out: Any
     out_desc: Any
@@ -300,6 +421,7 @@ class Output(NamedTuple):
     col: Any
     cols: Any
     by_tma: Any
+    scales: Any
 
 
 @gluon.jit
@@ -312,11 +434,16 @@ def store_half(
     TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr = False,
 ):
-    """Columns [first_col, ...) of a finished tile: add helpers' partial tiles, then bias, round
-    once, store."""
+    """Columns [first_col, ...) of a finished tile: add helpers' partial tiles, then scales and
+    bias, round once, store."""
     first_row, col = output.first_row, output.col
     half = add_parts(half, first_col, helped, TILE_M, TILE_N)
+    if SCALED:
+        half = scale_tile(
+            half, output.scales, first_row, output.row_limit, col + first_col, output.cols
+        )
     half = finish(half, fault, output.bias, col + first_col, output.cols, HAS_BIAS)
     if output.by_tma:
         store_tma(half, output.out_desc, output.buffer, first_row, col + first_col)
@@ -343,22 +470,27 @@ def store_tile(
     HALVES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     OUT_TMA: gl.constexpr,
+    scales=None,
+    SCALED: gl.constexpr = False,
 ):
     """Epilogue of the program that owns a tile, in two halves (``HALVES``) where its image in
     shared memory would be too large.
 
     ``first_row``, ``col``: the tile's first row and column of ``out``, which has ``total_rows``
-    rows and ``cols`` columns. ``OUT_TMA``: TMA can store rows of ``out``.
+    rows and ``cols`` columns. ``OUT_TMA``: TMA can store rows of ``out``. ``SCALED``: the tile is
+    multiplied by ``scales`` (:class:`RowScales`) first.
     """
     width: gl.constexpr = TILE_N // HALVES
     by_tma = OUT_TMA and ((first_row + TILE_M <= row_limit) | (row_limit == total_rows))
-    output = Output(out, out_desc, out_buffer, bias, first_row, row_limit, col, cols, by_tma)
+    output = Output(
+        out, out_desc, out_buffer, bias, first_row, row_limit, col, cols, by_tma, scales
+    )
     if HALVES == 2:
         low, high = tile.reshape((TILE_M, 2, width)).permute((0, 2, 1)).split()
-        store_half(low, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
-        store_half(high, width, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
+        store_half(low, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS, SCALED)
+        store_half(high, width, fault, output, helped, TILE_M, TILE_N, HAS_BIAS, SCALED)
     else:
-        store_half(tile, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
+        store_half(tile, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS, SCALED)
 
 
 @gluon.jit

@@ -8,6 +8,8 @@ accumulator goes: its epilogue receives it).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -32,6 +34,7 @@ def matmul_tile(
     FEW_ROWS: tl.constexpr = False,
     DEPTH_FIRST: tl.constexpr = False,
     start=None,
+    PROMOTE: tl.constexpr = False,
 ):
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of
     ``w [N, K]`` over K blocks [k_begin, k_end).
@@ -40,7 +43,8 @@ def matmul_tile(
     products are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask
     along K. ``FEW_ROWS``, with ``EVEN_K`` only: just the first ``rows`` rows are read, which saves
     the traffic for the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
-    apart: a weight as backward reads it. ``start``: what the sum begins with.
+    apart: a weight as backward reads it. ``start``: what the sum begins with. ``PROMOTE``: of FP8,
+    sums are rounded to fp32 after each K block; tensor cores keep fewer bits between.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
@@ -75,7 +79,59 @@ def matmul_tile(
         if INTERPRETED:  # the interpreter multiplies bf16 as bit patterns
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        acc = tl.dot(a, b.trans(1, 0), acc, input_precision="ieee")
+        if PROMOTE:
+            acc += tl.dot(a, b.trans(1, 0), input_precision="ieee")
+        else:
+            acc = tl.dot(a, b.trans(1, 0), acc, input_precision="ieee")
+    return acc
+
+
+class BlockScales(NamedTuple):
+    """The scales of FP8 blocks that a tile needs.
+
+    rows : pointers [TILE_M] to those of the first K block of the tile's rows.
+    step : elements from one K block's to the next.
+    cols : pointer to that of the first K block of the tile's columns, which share them.
+    """
+
+    rows: Any
+    step: Any
+    cols: Any
+
+
+@triton.jit
+def matmul_blocks(
+    a_rows,
+    w,
+    stride_w,
+    scales,
+    tile_col,
+    cols,
+    depth,
+    k_begin,
+    k_end,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """:func:`matmul_tile` of FP8 with a scale for 128 of K (``TILE_K``) of a row, and for 128 x 128
+    of ``w``: each K block is multiplied by its scales before it is added."""
+    n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
+    k = tl.arange(0, TILE_K)
+    w_rows = w + n.to(tl.int64) * stride_w
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for block in range(k_begin, k_end):
+        index = block * TILE_K + k
+        inside = (index < depth)[None, :]
+        a = tl.load(a_rows[:, None] + index[None, :], mask=inside, other=0.0)
+        b = tl.load(w_rows[:, None] + index[None, :], mask=inside, other=0.0)
+        if INTERPRETED:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        # peers wrote some of the scales: not from a stale cache
+        of_rows = tl.load(scales.rows + block * scales.step, cache_modifier=".cg")
+        scale = of_rows * tl.load(scales.cols + block)
+        acc += tl.dot(a, b.trans(1, 0), input_precision="ieee") * scale[:, None]
     return acc
 
 

@@ -13,6 +13,7 @@ zero).
                     zeros back
 ``take_each``       poll a row of elements from each peer until all have come, write zeros back
 ``expected_zero``   what a sum may be: a result that must be the same on all ranks has one zero only
+``unmarked``        the same for 32 bits that are no number, such as four of FP8
 ==================  ==============================================================================
 
 Why it is safe: each element is written once per call by one rank, stores of 2 or 4 bytes are not
@@ -45,8 +46,24 @@ def mark(value):
 
 @triton.jit
 def expected_zero(value):
-    """``value`` with plus zero for minus zero."""
-    return tl.where(value == 0, tl.zeros_like(value), value)
+    """``value`` with plus zero for minus zero.
+
+    By its bits: the interpreter compares numbers of bfloat16 by theirs.
+    """
+    if value.dtype.primitive_bitwidth == 16:
+        is_zero = (value.to(tl.int16, bitcast=True) & 0x7FFF) == 0
+    else:
+        is_zero = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
+    return tl.where(is_zero, tl.zeros_like(value), value)
+
+
+@triton.jit
+def unmarked(value):
+    """:func:`expected_zero` by bits: those of ``value`` (fp32) may be any. Of four FP8 numbers, of
+    which the last is minus zero and the others are zero, it becomes zero."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -(2**31), tl.zeros_like(bits), bits)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -13,12 +13,15 @@ hold here. What differs:
 - ``EXCHANGE`` (``kernels/all_to_all/gather_triton.py``): the descriptor of x is one of the own
   part. Where parts are side by side (``GATHER_K``), *load* asks for a K block's weights, then waits
   for its source, once for each chunk of rows.
+- FP8 operands (``SCALED``): the same ring, of tiles with twice the elements along K. Scales of rows
+  are applied in the epilogue. Those of blocks, and every sum of tiles of up to 128 columns, are
+  applied after each 128 of K (``multiply_promoted``).
 - Stores go by TMA where the tile has all its rows, or ends where ``out`` does (TMA clips), and rows
   of ``out`` are at multiples of 16 bytes; else they are plain masked stores. No signal follows
   them.
 
-Limits: 2 bytes per element; rows of x, of parts and of w (or columns of w, ``DEPTH_FIRST``) at
-multiples of 16 bytes.
+Limits: 2 bytes per element, or 1 of FP8 with w along K; rows of x, of parts and of w (or columns of
+w, ``DEPTH_FIRST``) at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.device.gluon.matmul import (
+    BlockScales,
     Helped,
+    RowScales,
     await_parts,
     give_part,
     make_ring,
+    multiply_promoted,
     multiply_tile,
     part_range,
     place,
@@ -58,8 +64,8 @@ from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bound
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call that are not only loaded by TMA; ``bias``, ``gathered``, ``partials``
-    and ``trace`` are any tensor where there is none."""
+    """The tensors of a call that are not only loaded by TMA; ``bias``, ``gathered``, ``partials``,
+    ``trace`` and scales are any tensor where there is none."""
 
     x: Any
     bias: Any
@@ -67,6 +73,9 @@ class Tensors(NamedTuple):
     gathered: Any
     partials: Any
     trace: Any
+    x_scale: Any
+    own_scale: Any
+    w_scale: Any
 
 
 class Sizes(NamedTuple):
@@ -107,6 +116,8 @@ class Choices(NamedTuple):
     RAGGED : parts side by side whose depth is no multiple of ``TILE_K``.
 
     OUT_TMA : TMA can store rows of ``out``.
+
+    ITEMSIZE : bytes of an element of x and w.
     """
 
     WORLD_SIZE: int
@@ -131,6 +142,30 @@ class Choices(NamedTuple):
     GATHERED: bool = False
     OUT_TMA: bool = False
     TRACE: bool = False
+    ITEMSIZE: int = 2
+    SCALED: int = 0
+    PROMOTE: bool = False
+
+
+@gluon.jit
+def block_scales(tensors, tiles, first_row, row_limit, col, C: gl.constexpr):
+    """Where the scales of a tile of FP8 blocks are: those of a shard are [K/128, rows]."""
+    source = first_row // tiles.rows
+    shard = tensors.x_scale + source.to(gl.int64) * tiles.rows * tiles.k_blocks
+    if source == tiles.rank:
+        shard = tensors.own_scale
+    within = source * tiles.rows
+    of_cols = tensors.w_scale + (col * C.TILE_N // 128) * tiles.k_blocks
+    return BlockScales(shard, first_row - within, row_limit - within, tiles.rows, of_cols)
+
+
+@gluon.jit
+def row_scales(tensors, tiles, first_row):
+    """Where the scales of a tile's rows are, counted from the first row of all."""
+    rows = tensors.x_scale
+    if first_row // tiles.rows == tiles.rank:
+        rows = tensors.own_scale - tiles.rank * tiles.rows
+    return RowScales(rows, tensors.w_scale)
 
 
 @gluon.jit
@@ -161,18 +196,33 @@ def multiply_partition(
         for index in range(0, share.units):
             number, k_begin, k_end = unit_range(share, index)
             first_row, row_limit, col = place(tiles, first_tile + number)
-            tile, turn, fault = multiply_tile(
-                turn,
-                k_end - k_begin,
-                ring,
-                peers.control,
-                C.TILE_M,
-                C.TILE_N,
-                C.STAGES,
-                C.WARPS,
-                DEPTH_FIRST=C.DEPTH_FIRST,
-                LATE=C.GATHER_K,
-            )
+            if C.PROMOTE:
+                tile, turn = multiply_promoted(
+                    turn,
+                    k_begin,
+                    k_end - k_begin,
+                    ring,
+                    block_scales(tensors, tiles, first_row, row_limit, col, C),
+                    C.TILE_M,
+                    C.TILE_N,
+                    C.STAGES,
+                    C.WARPS,
+                    C.SCALED == 2,
+                )
+                fault = faulted(peers)
+            else:
+                tile, turn, fault = multiply_tile(
+                    turn,
+                    k_end - k_begin,
+                    ring,
+                    peers.control,
+                    C.TILE_M,
+                    C.TILE_N,
+                    C.STAGES,
+                    C.WARPS,
+                    DEPTH_FIRST=C.DEPTH_FIRST,
+                    LATE=C.GATHER_K,
+                )
             owner, helpers = part_range(share, number)
             if program != owner:
                 give_part(tile, partials, counters, base, share, number, C.TILE_M, C.TILE_N)
@@ -200,6 +250,8 @@ def multiply_partition(
                     C.HALVES,
                     C.HAS_BIAS,
                     C.OUT_TMA,
+                    row_scales(tensors, tiles, first_row),
+                    C.SCALED == 1,
                 )
             stamp(tensors.trace, record, 2, epoch, C.TRACE)
             record += 1
@@ -358,9 +410,11 @@ def launcher(
     dtype: torch.dtype,
     strides_w: Sequence[int],
     parts: Parts | None = None,
+    scaled: int = 0,
+    out_dtype: torch.dtype | None = None,
 ) -> Launcher:
     """Launches for one shape and stride of w, for tensors that ``descriptors.fits``; called as
-    those of ``triton.launcher``."""
+    those of ``triton.launcher``. ``out_dtype``: that of the result, if not ``dtype``."""
     s, c = schedule, config
     parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
     push = c.transport == "sm"
@@ -391,7 +445,11 @@ def launcher(
         GATHER_K=parts.side_by_side,
         DEPTH_FIRST=lines(strides_w)[1],
         RAGGED=ragged,
+        ITEMSIZE=dtype.itemsize,
+        SCALED=scaled,
+        PROMOTE=scaled > 0 and c.tile_n <= 128,
     )
+    made = out_dtype or dtype
     slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
     base, row_tile = peers.slots.data_ptr(), [c.tile_m, c.tile_k]
     slot0, slot1 = (
@@ -400,12 +458,12 @@ def launcher(
         )
         for i in (0, 1)
     )
-    pitch_fits = s.cols * dtype.itemsize % 16 == 0
+    pitch_fits = s.cols * made.itemsize % 16 == 0
     out_shape = [s.rows * s.world_size, s.cols] if pitch_fits else [s.rows, s.depth]
     descriptors = (
         descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile),
         weight(base, dtype, s.cols, depth_w, strides_w, [c.tile_n, c.tile_k], parts_w),
-        descriptor(base, dtype, out_shape, out_shape[1], [c.tile_m, c.tile_n // halves]),
+        descriptor(base, made, out_shape, out_shape[1], [c.tile_m, c.tile_n // halves]),
     )
     fixed = {
         "slot0_desc": slot0,
@@ -435,6 +493,7 @@ def launcher(
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
         if cut_tiles:
@@ -444,12 +503,14 @@ def launcher(
         stamps = peers.control if trace is None else trace
         start, to = x.data_ptr(), out.data_ptr()
         bias_at, kept_at = added.data_ptr(), kept.data_ptr()
-        words = (start, bias_at, to, kept_at, partials.data_ptr(), stamps.data_ptr(), slot)
+        given = scales or (out, out, out)
+        ends = (partials.data_ptr(), stamps.data_ptr(), *(t.data_ptr() for t in given))
+        words = (start, bias_at, to, kept_at, *ends, slot)
         by_tma = pitch_fits and to % 16 == 0
         bases = (start + shift, w.data_ptr(), to if by_tma else base)
 
         def changing() -> dict[str, Any]:
-            x_desc, w_desc, out_desc = based(descriptors, bases, x.dtype)
+            x_desc, w_desc, out_desc = based(descriptors, bases)
             chosen = choices._replace(
                 HAS_BIAS=bias is not None,
                 GATHERED=gathered is not None,
@@ -460,12 +521,13 @@ def launcher(
                 "x_desc": x_desc,
                 "w_desc": w_desc,
                 "out_desc": out_desc,
-                "tensors": Tensors(x, added, out, kept, partials, stamps),
+                "tensors": Tensors(x, added, out, kept, partials, stamps, *given),
                 "slot": slot,
                 "C": chosen,
             }
 
         aligned = (to % 16 == 0, bias_at % 16 == 0, kept_at % 16 == 0)
+        aligned += tuple(end % 16 == 0 for end in ends[2:])
         variant = (*aligned, bias is None, gathered is None, trace is None)
         return Call(variant, words, changing, bases)
 

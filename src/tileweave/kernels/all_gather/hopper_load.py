@@ -79,7 +79,7 @@ def load_shards(
     """
     # how many sources a poll has room for, a power of two; one where no tile spans shards
     SPREAD: gl.constexpr = (8 if C.WORLD_SIZE > 4 else 4) if C.SPANS else 1
-    block_bytes: gl.constexpr = (C.TILE_M + C.TILE_N) * C.TILE_K * 2
+    block_bytes: gl.constexpr = (C.TILE_M + C.TILE_N) * C.TILE_K * C.ITEMSIZE
     last_row = gl.minimum(unit.first_row + C.TILE_M, unit.row_limit) - 1
     first, last = unit.first_row // rows, last_row // rows
     needed = (2 << last) - (1 << first)  # bits first to last
@@ -174,7 +174,7 @@ def load_sources(
 
     ``chunk``: the one that the tile's rows are in, which the bits of ``arrived`` are about.
     """
-    block_bytes: gl.constexpr = (C.TILE_M + C.TILE_N) * C.TILE_K * 2
+    block_bytes: gl.constexpr = (C.TILE_M + C.TILE_N) * C.TILE_K * C.ITEMSIZE
     signals = peers.signals + chunk  # each source's first signal of this chunk
     blocks = k_blocks // C.WORLD_SIZE  # of a source
     for block in range(unit.k_begin, unit.k_end):

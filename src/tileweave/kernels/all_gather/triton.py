@@ -47,8 +47,10 @@ interpreter one program is the producer and runs first.
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K
 (``device/triton/tiles.py``).
 
-Limits: x contiguous along K, w along K or along N (``DEPTH_FIRST``); fp32 accumulation; the partial
-tiles of a cut tile are added in a fixed order.
+FP8 operands (``SCALED``, copy engines only): x, slot and w have one byte per element; scales.py.
+
+Limits: x contiguous along K, w along K or, unless FP8, along N (``DEPTH_FIRST``); sums in fp32; the
+partial tiles of a cut tile are added in a fixed order.
 
 Sources: FLUX (arXiv 2406.06858) for waits and order by tiles; stream-K (arXiv 2301.03598) for the
 last wave.
@@ -56,6 +58,7 @@ last wave.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +66,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
+from tileweave.device.triton.matmul import give_part, matmul_blocks, matmul_tile, take_parts
 from tileweave.device.triton.peers import (
     await_pushed,
     faulted,
@@ -85,6 +88,7 @@ from tileweave.device.triton.tiles import (
     unit_range,
 )
 from tileweave.device.triton.trace import label, stamp
+from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -95,8 +99,8 @@ PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes per thread
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call; ``bias``, ``gathered``, ``partials`` and ``trace`` are any tensor
-    where there is none."""
+    """The tensors of a call; ``bias``, ``gathered``, ``partials``, ``trace`` and scales are any
+    tensor where there is none."""
 
     x: Any
     w: Any
@@ -105,6 +109,9 @@ class Tensors(NamedTuple):
     gathered: Any
     partials: Any
     trace: Any
+    x_scale: Any
+    own_scale: Any
+    w_scale: Any
 
 
 class Sizes(NamedTuple):
@@ -156,6 +163,10 @@ class Choices(NamedTuple):
     GATHER_K : the parts of an all-to-all are side by side, so that every tile needs every source.
 
     DEPTH_FIRST : w is contiguous along N, as backward reads it.
+
+    SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
+
+    PROMOTE : products of FP8 are added to fp32 sums after each K block.
     """
 
     WORLD_SIZE: int
@@ -175,6 +186,8 @@ class Choices(NamedTuple):
     GATHERED: bool = False
     TRACE: bool = False
     DEPTH_FIRST: bool = False
+    SCALED: int = 0
+    PROMOTE: bool = False
 
 
 @triton.jit
@@ -252,6 +265,43 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
 
 
 @triton.jit
+def multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C: tl.constexpr):
+    """The K blocks of a unit from ``k_begin`` on, of rows at ``a_rows``."""
+    if C.SCALED == 2:
+        return matmul_blocks(
+            a_rows,
+            tensors.w,
+            sizes.stride_w,
+            block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K),
+            unit.col,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            unit.k_end,
+            C.TILE_M,
+            C.TILE_N,
+            C.TILE_K,
+        )
+    else:
+        return matmul_tile(
+            a_rows,
+            tensors.w,
+            sizes.stride_w,
+            unit.col,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            unit.k_end,
+            C.TILE_M,
+            C.TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            DEPTH_FIRST=C.DEPTH_FIRST,
+            PROMOTE=C.PROMOTE,
+        )
+
+
+@triton.jit
 def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
     """Return the gathered input: each program copies its part of every shard, locally."""
     size = sizes.rows * sizes.depth
@@ -272,13 +322,15 @@ def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.c
 
 
 @triton.jit
-def store_tile(acc, tensors, peers, unit, cols, C: tl.constexpr):
+def store_tile(acc, tensors, peers, unit, sizes, rank, C: tl.constexpr):
     """Epilogue: bias, rounding once, masked store; NaN if a wait of this rank timed out."""
     TILE_M: tl.constexpr = C.TILE_M
     TILE_N: tl.constexpr = C.TILE_N
-    out = tensors.out
+    out, cols = tensors.out, sizes.cols
     row = unit.first_row + tl.arange(0, TILE_M)
     col = unit.col * TILE_N + tl.arange(0, TILE_N)
+    if C.SCALED == 1:
+        acc = scale_tile(acc, tensors, unit, row, col, sizes, rank)
     if C.HAS_BIAS:
         acc += tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     acc = tl.where(faulted(peers) != 0, float("nan"), acc)
@@ -403,21 +455,8 @@ def all_gather_matmul_kernel(
                 token = wait_sources(peers, unit, sizes.rows, rank, epoch, C)
                 stamp(trace, record, 1, C.TRACE)
                 a_rows = row_pointers(own, peers.slots + slot_offset, unit, sizes, rank, C)
-                acc = matmul_tile(
-                    a_rows,
-                    tensors.w,
-                    sizes.stride_w,
-                    col,
-                    sizes.cols,
-                    sizes.depth,
-                    consume_token(k_begin, token),
-                    k_end,
-                    C.TILE_M,
-                    C.TILE_N,
-                    C.TILE_K,
-                    C.EVEN_K,
-                    DEPTH_FIRST=C.DEPTH_FIRST,
-                )
+                k_begin = consume_token(k_begin, token)
+                acc = multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C)
             owner, helpers = part_range(share, tile)
             if program != owner:
                 give_part(
@@ -436,7 +475,7 @@ def all_gather_matmul_kernel(
                         C.TILE_M,
                         C.TILE_N,
                     )
-                store_tile(acc, tensors, peers, unit, sizes.cols, C)
+                store_tile(acc, tensors, peers, unit, sizes, rank, C)
             stamp(trace, record, 2, C.TRACE)
             record += 1
     if C.GATHERED:
@@ -489,12 +528,17 @@ def scheduled(s: TileSchedule, c: MatmulConfig, parts: Parts) -> dict[str, int]:
 
 
 def launcher(
-    peers: Peers, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None
+    peers: Peers,
+    schedule: TileSchedule,
+    config: MatmulConfig,
+    parts: Parts | None = None,
+    scaled: int = 0,
 ) -> Launcher:
     """Launches for one shape and stride of w; the caller checks the arguments.
 
-    The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None).
-    ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None,
+    scales or None). ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    ``scales``: of FP8 operands, in the order of ``Tensors``. ``scaled``: ``Choices.SCALED``.
     """
     s, c = schedule, config
     parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
@@ -515,6 +559,8 @@ def launcher(
         EVEN_K=parts.depth % c.tile_k == 0,
         EXCHANGE=parts.exchange,
         GATHER_K=parts.side_by_side,
+        SCALED=scaled,
+        PROMOTE=scaled == 1 and c.tile_n <= 128,
     )
     sizes = Sizes(
         rows=s.rows,
@@ -541,13 +587,15 @@ def launcher(
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
         if cut_tiles:
             elements = cut_tiles * c.tile_m * c.tile_n
             partials = torch.empty(elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
-        tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
+        stamps = peers.control if trace is None else trace
+        tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out, out)))
         words = [tensor.data_ptr() for tensor in tensors]
 
         def changing() -> dict[str, Any]:
@@ -566,7 +614,7 @@ def launcher(
             }
 
         aligned = [word % 16 == 0 for word in words]
-        variant = (*aligned, bias is None, gathered is None, trace is None)
+        variant = (*aligned, bias is None, gathered is None, trace is None, out.dtype)
         return Call(variant, (*words, slot), changing)
 
     return Launcher(

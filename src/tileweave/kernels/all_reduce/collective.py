@@ -25,6 +25,9 @@ sums take that order through a place in the own slot, [R, shard].
     them
               | to all | take theirs |
 
+``SPLIT``, of an all-gather: a shard has two parts, FP8 data and its scales, which are sent as words
+of 32 bits; out has the first parts of all ranks, then the second ones.
+
 Why no slot is overwritten: every rank needs data of every peer in every call. So when my call n
 ends, each peer has begun call n and has ended call n-1, which was the last reader of the slot (and
 writer of its zeros) that call n+1 writes. Where the own shard is empty, nothing comes for it, but
@@ -55,7 +58,7 @@ from tileweave.device.triton.peers import (
     take_each,
     take_marked,
 )
-from tileweave.device.triton.self_signaling import expected_zero, put_marked
+from tileweave.device.triton.self_signaling import expected_zero, put_marked, unmarked
 from tileweave.errors import require
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
@@ -64,7 +67,8 @@ from tileweave.planning.schedules.gather import cdiv
 
 
 class Tensors(NamedTuple):
-    """What a call is about; ``bias`` and ``residual`` are any tensor where there is none."""
+    """What a call is about; ``bias`` and ``residual`` are any tensor where there is none.
+    ``SPLIT``: the second part of the own shard is in ``bias``."""
 
     x: Any
     bias: Any
@@ -79,6 +83,7 @@ class Shards(NamedTuple):
     width : columns of x and of the result, elements from row to row.
     col_step : columns from one rank's shard to the next one's; 0 where each has all.
     x_step, out_step : elements from shard to shard in x, and in the result and a residual.
+    split : elements of the first part of a shard (``SPLIT``).
     """
 
     rows: Any
@@ -87,11 +92,13 @@ class Shards(NamedTuple):
     col_step: Any
     x_step: Any
     out_step: Any
+    split: Any = 0
 
     @classmethod
-    def in_a_row(cls, size: int) -> Shards:
-        """``size`` consecutive elements each; x is the own shard."""
-        return cls(1, size, size, 0, 0, size)
+    def in_a_row(cls, size: int, split: int = 0) -> Shards:
+        """``size`` consecutive elements each, of which the first ``split`` are one part if not 0;
+        x is the own shard."""
+        return cls(1, size, size, 0, 0, size, split)
 
     @classmethod
     def of_rows(cls, rows: int, cols: int) -> Shards:
@@ -131,6 +138,7 @@ class Choices(NamedTuple):
     OWN_PLACE: bool = False
     HAS_BIAS: bool = False
     HAS_RESIDUAL: bool = False
+    SPLIT: bool = False
 
 
 @triton.jit
@@ -222,6 +230,44 @@ def reduced(
     return acc
 
 
+@triton.jit
+def load_own(tensors, row, col, mask, shards, C: tl.constexpr):
+    """Elements of the own shard of an all-gather."""
+    if C.SPLIT:
+        first = tl.load(tensors.x + col, mask=mask & (col < shards.split), other=0.0)
+        second = tensors.bias + (col - shards.split)
+        return tl.where(
+            col < shards.split,
+            first,
+            tl.load(second, mask=mask & (col >= shards.split), other=0.0),
+        )
+    else:
+        return tl.load(tensors.x + row.to(tl.int64) * shards.width + col, mask=mask)
+
+
+@triton.jit
+def result_of(out, source, row, col, shards, C: tl.constexpr):
+    """Where the result has elements of the shard of ``source``."""
+    if C.SPLIT:
+        WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+        first = source.to(tl.int64) * shards.split
+        second = source.to(tl.int64) * (shards.cols - shards.split)
+        second += tl.cast(shards.split, tl.int64) * (WORLD_SIZE - 1)
+        return out + tl.where(col < shards.split, first, second) + col
+    else:
+        target = out + source.to(tl.int64) * shards.out_step
+        return target + row.to(tl.int64) * shards.width + col
+
+
+@triton.jit
+def settled(value, C: tl.constexpr):
+    """``value`` with one zero only, so that all ranks have the same bits."""
+    if C.SPLIT:
+        return unmarked(value)
+    else:
+        return expected_zero(value)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
     """See the module's docstring."""
@@ -256,15 +302,14 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             )
             value = acc.to(dtype)
         else:
-            value = tl.load(x + row.to(tl.int64) * shards.width + col, mask=mask)
+            value = load_own(tensors, row, col, mask, shards, C)
         if C.GATHER or C.ONE_SHOT:
-            value = expected_zero(value)
+            value = settled(value, C)
         if C.GATHER:
             sent = mask & (row < tl.where(fault == 0, shards.rows, 0))
             at = row * shards.cols + col
             push_finished(value, peers, finished, at, sent, size, rank, WORLD_SIZE)
-        target = out + own * shards.out_step + row.to(tl.int64) * shards.width
-        tl.store(target + col, value, mask=mask)
+        tl.store(result_of(out, own, row, col, shards, C), value, mask=mask)
     if C.GATHER:
         if not C.REDUCE:
             leave_early(peers, epoch, step)
@@ -276,9 +321,8 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
             mask = (peer < WORLD_SIZE - 1) & inside(row, col, source, shards)
             pointers = peers.slots + finished + peer.to(tl.int64) * size + row * shards.cols + col
             value = take_each(peers, pointers, mask, rank, number, epoch)
-            target = out + source.to(tl.int64) * shards.out_step
-            target += row.to(tl.int64) * shards.width + col
-            tl.store(target, expected_zero(value), mask=mask)
+            target = result_of(out, source, row, col, shards, C)
+            tl.store(target, settled(value, C), mask=mask)
 
 
 WORDS = tuple(f"tensors.{name}" for name in Tensors._fields)  # what changes between launches
@@ -310,7 +354,8 @@ def launcher(
     gather: bool,
 ) -> Launcher:
     """Launches for one shape, called with (x, out, bias or None, residual or None); the caller
-    checks them. Blocks have as many elements as the tile of ``config``.
+    checks them. Blocks have as many elements as the tile of ``config``. Of shards of two parts the
+    second one is given as bias.
 
     reduce, gather : what is done; with ``config.shots`` 1 and ``reduce`` alone, for shards
         :meth:`Shards.of_all`, an all-reduce.
@@ -328,6 +373,7 @@ def launcher(
         gather,
         one_shot,
         _own_place(one_shot, world_size),
+        SPLIT=shards.split > 0,
     )
 
     def pack(
@@ -351,7 +397,9 @@ def launcher(
                 "contiguous x and out",
                 "call .contiguous()",
             )
-            chosen = choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
+            chosen = choices._replace(
+                HAS_BIAS=bias is not None and not choices.SPLIT, HAS_RESIDUAL=residual is not None
+            )
             added = Tensors(
                 x, out if bias is None else bias, out if residual is None else residual, out
             )

@@ -83,7 +83,7 @@ def launcher(
 
         def changing() -> dict[str, Any]:
             return {
-                **dict(zip(MAPS, based(descriptors, bases, x.dtype), strict=True)),
+                **dict(zip(MAPS, based(descriptors, bases), strict=True)),
                 "tensors": Tensors(added, out, partials),
                 "slot": slot,
                 "C": choices._replace(HAS_BIAS=bias is not None),

@@ -445,7 +445,7 @@ def launcher(
         bases = (y.data_ptr(), experts.data_ptr(), pointers[0])
 
         def changing() -> Mapping[str, Any]:
-            based_on = based(descriptors, bases, y.dtype)
+            based_on = based(descriptors, bases)
             return {
                 **dict(zip(MAPS, based_on, strict=True)),
                 "tensors": tensors,

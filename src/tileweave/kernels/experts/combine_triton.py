@@ -414,7 +414,8 @@ def finish_block(tensors, peers, sizes, cut, current, token, col, limit, C: tl.c
         row = (index * cut.max_tokens + token).to(tl.int64)[:, None] * cols
         slot = peers.slots + current.slot_offset
         part = tl.load(slot + row + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.where(token * 0 + rank == source, 1.0, 0.0)[:, None] * own + part
+        # selected, not multiplied by 0 or 1: 0 * Inf is NaN
+        acc += tl.where((token * 0 + rank == source)[:, None], own, part)
     acc = tl.where(faulted(peers) != 0, float("nan"), acc)
     target = out + token.to(tl.int64)[:, None] * cols + col[None, :]
     mask = (token < cut.tokens)[:, None] & (col < limit)[None, :]

@@ -152,9 +152,10 @@ def gather_rows_kernel(tensors, control, slot_size, experts, sizes, C: tl.conste
             at = column + tl.arange(0, WIDTH)
             inside = (at < depth)[None, :]
             mask = own[:, None] & inside
-            value = tl.load(x + token[:, None] * depth + at[None, :], mask=mask, other=0.0)
+            mine = tl.load(x + token[:, None] * depth + at[None, :], mask=mask, other=0.0)
             mask = there[:, None] & inside
-            value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=mask, other=0.0)
+            value = tl.load(kept + remote[:, None] * depth + at[None, :], mask=mask, other=0.0)
+            value = tl.where(own[:, None], mine, value)  # a sum would lose the sign of zero
             mask = (row < rows)[:, None] & inside
             target = out + row.to(tl.int64)[:, None] * depth + at[None, :]
             tl.store(target, value, mask=mask)

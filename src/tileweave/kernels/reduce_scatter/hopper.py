@@ -545,7 +545,7 @@ def launcher(
 
         def changing() -> dict[str, Any]:
             return {
-                **dict(zip(maps, based(descriptors, bases, x.dtype), strict=True)),
+                **dict(zip(maps, based(descriptors, bases), strict=True)),
                 "tensors": Tensors(added, out, partials),
                 "slot": slot,
                 "C": choices._replace(

@@ -12,6 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileweave.kernels.runtime.peers import lines
 
+_KINDS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+
 
 def fits(*tensors: torch.Tensor) -> bool:
     """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton
@@ -72,15 +78,15 @@ def _descriptor(
     address: int, dtype: torch.dtype, shape: list[int], strides: list[int], tile: list[int]
 ) -> TensorDescriptor:
     """Of any number of dimensions; the last one is contiguous and not in ``strides``."""
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
+    layout = gl.NVMMASharedLayout.get_default_for(tile, _KINDS[dtype])
     return TensorDescriptor(Pointer(address, dtype), shape, [*strides, 1], tile, layout)
 
 
 def based(
-    held: Sequence[TensorDescriptor], addresses: Sequence[int], dtype: torch.dtype
+    held: Sequence[TensorDescriptor], addresses: Sequence[int]
 ) -> tuple[TensorDescriptor, ...]:
     """``held``, each at its address."""
     return tuple(
-        replace(one, base=Pointer(at, dtype)) for one, at in zip(held, addresses, strict=True)
+        replace(one, base=Pointer(at, one.base.dtype))
+        for one, at in zip(held, addresses, strict=True)
     )

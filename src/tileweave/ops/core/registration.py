@@ -198,6 +198,14 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
         embedding_bag_all_to_all:
             the arguments of a call, with the largest batch.
 
+    tune : bool, optional
+        For matmul operators: first measure which plan is fastest for each size that was not tuned
+        before, and use it from now on. That takes about a second per size, and longer where kernels
+        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
+        the extra ``tileweave[cli]``. Default False.
+
+    Other Parameters
+    ----------------
     group : ProcessGroup, DeviceMesh or str, optional
         For all operators. None: the default group.
 
@@ -208,14 +216,13 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
     dtype : torch.dtype, optional
         For matmul operators: dtype of x and w. Default bfloat16.
 
+    scaling : str, optional
+        For matmul operators with FP8 operands: the kind of the scales of x, ``"tensor"``,
+        ``"row"`` or ``"block"``, with ``dtype=torch.float8_e4m3fn``. With another dtype w is FP8
+        and x of that dtype, for calls with ``quantize=``. Default: no FP8.
+
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.
-
-    tune : bool, optional
-        For matmul operators: first measure which plan is fastest for each size that was not tuned
-        before, and use it from now on. That takes about a second per size, and longer where kernels
-        must be compiled. Results are kept in a cache of the user (see ``tileweave tune``). Needs
-        the extra ``tileweave[cli]``. Default False.
 
     Returns
     -------

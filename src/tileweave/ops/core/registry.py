@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from tileweave import errors as tileweave_errors
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.operator import operator
@@ -38,6 +40,10 @@ LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
 # os.environ.get() takes 1 us: it encodes the name, and catches an exception
 _VARIABLES = getattr(os.environ, "_data", os.environ)
+_NOT_THE_USER = tuple(
+    str(Path(file).parent) + os.sep for file in (torch.__file__, tileweave_errors.__file__)
+)
+_TRUE = ("1", "true", "yes", "on", "y")  # of TRITON_INTERPRET, as triton reads it
 _DEBUG, _INTERPRET = map(
     getattr(os.environ, "encodekey", str), ("TILEWEAVE_DEBUG", "TRITON_INTERPRET")
 )
@@ -246,8 +252,8 @@ def name_of(group: Group | None) -> str:
     elif not isinstance(group, dist.ProcessGroup):
         # new_group returns such to ranks that are no members
         raise InputError(
-            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, its name, "
-            "or a DeviceMesh of one dimension; remedy: call on members only"
+            f"asked: group {group!r:.99}; allowed: a ProcessGroup that contains this rank, its "
+            "name, or a DeviceMesh of one dimension; remedy: call on members only"
         )
     name = group.group_name
     REGISTRY.belongs(name, group)
@@ -262,7 +268,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     group = _resolved(name)
     if dist.get_rank(group) < 0:
         raise InputError(
-            f"asked: group {name!r}; allowed: groups that contain this rank; "
+            f"asked: group {name!r:.100}; allowed: groups that contain this rank; "
             "remedy: call on members only"
         )
     return group
@@ -273,7 +279,7 @@ def _resolved(name: str) -> dist.ProcessGroup:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except (LookupError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"asked: group {name!r}; allowed: a group of this process that still exists; "
+            f"asked: group {name!r:.100}; allowed: a group of this process that still exists; "
             "remedy: pass a ProcessGroup that this rank is a member of"
         ) from error
 
@@ -304,7 +310,25 @@ def _is_set(variable: Any) -> bool:
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter in this process, hence on CPU tensors."""
-    return _is_set(_INTERPRET) and os.environ["TRITON_INTERPRET"] == "1"
+    if not _is_set(_INTERPRET) or os.environ["TRITON_INTERPRET"].lower() not in _TRUE:
+        return False
+    if not _triton_interprets():
+        raise InputError(
+            f"asked: TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} in a process that had "
+            "imported triton before; allowed: before triton is imported, which reads it only then; "
+            "remedy: set it in the environment of the process, or before the first import of "
+            "triton (torch.compile and others import it, too)"
+        )
+    return True
+
+
+def _triton_interprets() -> bool:
+    """Whether Triton decided for its interpreter when it was imported; True if it was not yet."""
+    language = sys.modules.get("triton.language")
+    return language is None or type(language.sigmoid).__name__ == "InterpretedFunction"
+
+
+_triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def workspace_of(name: str, device: torch.device) -> Workspace:
@@ -435,6 +459,25 @@ def debugging() -> bool:
 def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ.
 
-    A signature has the name of the operator at "op".
+    A signature has the name of the operator at "op". With ``TILEWEAVE_DEBUG=1`` the lines of the
+    program that lead to the call are compared, too: calls of equal shapes in another order.
     """
+    if debugging():
+        signature = {**signature, "where": _call_site()}
     collectives.agree(json.dumps(signature, sort_keys=True), group, str(signature["op"]))
+
+
+_CALLERS = 3  # lines of a call site
+
+
+def _call_site() -> list[str]:
+    """The innermost lines of the user's program in the stack, "file:line" without folders."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < _CALLERS:
+        name = frame.f_code.co_filename
+        # neither torch nor this package, nor code that torch.compile made
+        if not name.startswith((*_NOT_THE_USER, "<")) and "torchinductor" not in name:
+            found.append(f"{os.path.basename(name)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found

@@ -41,6 +41,7 @@ from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul import all_gather_matmul_list as several
+from tileweave.ops.matmul import scaled_operators as fp8
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.all_gather_matmul_list import as_operands
 from tileweave.ops.matmul.backward import GatherBackward
@@ -60,6 +61,7 @@ from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+_ALLOWED = "[R * m, ..., n]"  # of out
 
 
 @takes_dtensors(-1, x=0, w=0, bias=0)
@@ -73,12 +75,17 @@ def all_gather_matmul(
     gather_dim: int = 0,
     cols: int | Sequence[int] | None = None,
     main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
     """Multiply the row shards of all ranks by this rank's weight: ``gather(x) @ w.T + bias``.
 
-    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Sums are computed in
-    float32.
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU, and FP8 with scales.
+    Sums are computed in float32.
 
     Parameters
     ----------
@@ -118,6 +125,25 @@ def all_gather_matmul(
         contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
         ``gradient_accumulation_fusion``.
 
+    x_scale, w_scale : float32 tensors, optional
+        For FP8 operands: x and w are float8_e4m3fn, and represent data times scale. One element
+        each, for whole tensors; or [m, ..., 1] and [1, n], for rows of x and columns of the
+        result; or [m, ..., ceil(K/128)] and [ceil(n/128), ceil(K/128)], for 128 elements of
+        a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. n and K are multiples
+        of 16. No gradients.
+
+    quantize : "row" or "block", optional
+        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
+        elements, before it is sent: half the bytes. In place of ``x_scale``.
+
+    out_dtype : torch.dtype, optional
+        With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
+        Default: that of x with ``quantize``, otherwise bfloat16.
+
+    fast_accum : bool
+        With FP8 operands, for scales of tensors and rows: faster sums that tensor cores round to
+        fewer bits than float32 has.
+
     out : [R * m, ..., n], contiguous, optional
         Memory for the result of one weight. Not with gradients, nor with ``return_gathered``,
         ``cols`` or ``main_grad``. With ``gather_dim=1`` its memory has the order [S, B, ..., n].
@@ -125,9 +151,10 @@ def all_gather_matmul(
     Returns
     -------
     y : [R * m, ..., n], or a list of [R * m, ..., n_i]
-        The product, with the dtype of x.
+        The product, with the dtype of x; of FP8 operands with ``out_dtype``.
     gathered : [R * m, ..., K]
-        Only with ``return_gathered``.
+        Only with ``return_gathered``. Where cuBLAS multiplies after a gather by our kernel, minus
+        zero in x is plus zero here.
 
     Raises
     ------
@@ -154,9 +181,19 @@ def all_gather_matmul(
             return_gathered=return_gathered,
             cols=cols,
             main_grad=main_grad,
+            x_scale=fp8.sequence_first(x_scale, x),
+            w_scale=w_scale,
+            quantize=quantize,
+            out_dtype=out_dtype,
+            fast_accum=fast_accum,
             out=into,
         )
         return _batch_first(found) if out is None else out
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given:
+        refused = {"cols": cols, "main_grad": main_grad, "return_gathered": return_gathered}
+        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
+        return fp8.all_gather(call, bias, x, name, out)
     if cols is not None or main_grad is not None or isinstance(w, (list, tuple)):
         o = check_own(OP, name, as_operands, x, w, bias, main_grad, cols, out)
         y, gathered = torch.ops.tileweave.all_gather_matmul_list(
@@ -201,7 +238,7 @@ def _as_called(
     return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
-    rows, flat = as_rows(x, w, OP), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
+    rows, flat = as_rows(x, w, OP), out_as_rows(out, x, _ALLOWED, w, bias)
     if return_gathered:
         require(out is None, "out= with return_gathered=True", "one of them", "drop out=")
     return rows, flat
@@ -336,11 +373,22 @@ def explain(
     gather_dim: int = 0,
     cols: int | Sequence[int] | None = None,
     main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
     out: torch.Tensor | None = None,
 ) -> Plan:
     """The plan of a call; of several weights, that of the fused kernel."""
     if gather_dim != 0:
+        x_scale = fp8.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "gather_dim", gather_dim)
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given:
+        refused = {"cols": cols, "main_grad": main_grad}
+        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
+        return fp8.explain(OP, call, bias, group)
     if cols is None and main_grad is None and isinstance(w, torch.Tensor):
         return explain_one(x, w, bias, group, out=out)
     o = as_operands(x, w, bias, main_grad, cols, out)
@@ -351,6 +399,11 @@ def explain(
     first = several.most_columns(o.w, o.cols)
     more = f"weight {first} of {len(o.w)} has the most columns; the others follow by torch.mm"
     return replace(chosen, reason=f"{chosen.reason}; {more}")
+
+
+def _define_more() -> None:
+    several.define_operator()
+    fp8.define_gather()
 
 
 SPEC = OperatorSpec(
@@ -375,5 +428,5 @@ SPEC = OperatorSpec(
     kernel="tileweave.kernels.all_gather.triton",
     dual="matmul_reduce_scatter",
     traced="stamps",
-    define_more=several.define_operator,
+    define_more=_define_more,
 )

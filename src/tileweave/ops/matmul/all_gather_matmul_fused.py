@@ -6,11 +6,12 @@ and plans; tests, the tuner and the tracer call :func:`run_fused` themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,8 +28,9 @@ from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.ops.matmul.concurrent_gather import GatherCall
-    from tileweave.ops.matmul.cublas import GatherThenMultiply
+    from tileweave.ops.matmul.cublas import GatherThenMultiply, Product
     from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
+    from tileweave.ops.matmul.scaled import ScaledProduct
 
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
@@ -56,21 +58,18 @@ def run_fused(
     if library and how is not None:
         _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
         return launch.then_multiply(x, w, bias, out, gathered, chosen.checksum)
-    if library and config.transport == "sm":
-        _, call = ready(chosen, "library", group_name, _make_gather, x, config)
-        return call(x, w, bias, out, gathered, chosen.checksum)
+    if library:
+        from tileweave.ops.matmul.cublas import Plain
+
+        return run_library((x,), Plain(w, bias), out, gathered, group_name, chosen)
     if out is None:
         rows = chosen.world_size * x.shape[0]
         if how is not None:
             rows, _ = how.result(x.shape[0], x.shape[1], chosen.world_size)
         out = x.new_empty(rows, w.shape[0])
-    if library:
-        instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, x)
-        multiply(x, w, bias, out, gathered, instance, call, chosen.checksum)
-        return out
     source = x.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
-    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how)
+    instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how, None)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
@@ -84,8 +83,88 @@ def run_fused(
     return out
 
 
+def run_scaled(
+    x: tuple[torch.Tensor, torch.Tensor],
+    product: ScaledProduct,
+    out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> torch.Tensor:
+    """Make the call of plan ``chosen`` of FP8 operands: x, its data and scales as they travel, and
+    what it is multiplied by. Returns the result, in ``out`` if given."""
+    config = chosen.config
+    assert config is not None, "the unfused path has no config"
+    if config.kernel == "library":
+        return run_library(x, product, out, None, group_name, chosen)
+    in_blocks = product.kind == "block"
+    require(
+        config.tile_n <= 128 or (product.fast_accum and not in_blocks),
+        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
+        "such tiles with fast_accum=True and scales of tensors or rows",
+        "pass a config with tiles of 128 columns",
+    )
+    data, w = x[0], product.w.data
+    rows, cols = data.shape[0], w.shape[0]
+    if out is None:
+        out = data.new_empty(chosen.world_size * rows, cols, dtype=product.dtype)
+    scale, of_w = x[1], product.w.scale
+    if not in_blocks:
+        scale, of_w = scale.expand(rows), of_w.reshape(-1).expand(cols).contiguous()
+    source = data.data_ptr()
+    aligned = (source | w.data_ptr()) & 15 == 0
+    kind = _Scaled(2 if in_blocks else 1, tuple(scale.shape), out.dtype)
+    instance, (call, launch) = ready(
+        chosen, (aligned, kind), group_name, _make, data, w, config, None, kind
+    )
+    capturing = instance.begin(chosen.checksum)
+    slot = copy_slot(instance)
+    own = call.scales[-1]
+    own.copy_(scale)
+    scales = (call.scales[slot], own, of_w)
+    kernel = partial(launch, data, w, product.bias, out, None, slot, None, scales)
+    push_with_launch(instance, kernel, call.copies[slot], source, capturing)
+    return out
+
+
+class _Scaled(NamedTuple):
+    """What calls with FP8 operands have besides: the kernels' ``SCALED``, the shape of the scales
+    of a shard, and the dtype of the result."""
+
+    scaled: int
+    shape: tuple[int, ...]
+    out_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the scales of a shard."""
+        return 4 * math.prod(self.shape)
+
+
+def run_library(
+    x: tuple[torch.Tensor, ...],
+    product: Product,
+    out: torch.Tensor | None,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> torch.Tensor:
+    """A call whose matmul is ``product``, by cuBLAS: of all rows after a gather, or of each shard
+    as copy engines bring it. x: the parts of the own shard."""
+    config, first = chosen.config, x[0]
+    assert config is not None, "the unfused path has no config"
+    if config.transport == "sm":
+        _, call = ready(chosen, "library", group_name, _make_gather, first, x, config)
+        return call(x, product, out, gathered, chosen.checksum)
+    if out is None:
+        rows = chosen.world_size * first.shape[0]
+        out = first.new_empty(rows, product.cols, dtype=product.dtype)
+    instance, (multiply, call) = ready(chosen, "library", group_name, _make_shards, first, x)
+    multiply(x, product, out, gathered, instance, call, chosen.checksum)
+    return out
+
+
 def _make_gather(
-    workspace: Workspace, x: torch.Tensor, config: MatmulConfig
+    workspace: Workspace, _: torch.Tensor, x: tuple[torch.Tensor, ...], config: MatmulConfig
 ) -> tuple[Instance, GatherThenMultiply]:
     from tileweave.ops.matmul.cublas import gather_then_multiply
 
@@ -104,7 +183,7 @@ def _make_exchange(
 
 
 def _make_shards(
-    workspace: Workspace, x: torch.Tensor
+    workspace: Workspace, _: torch.Tensor, x: tuple[torch.Tensor, ...]
 ) -> tuple[Instance, tuple[Callable[..., None], GatherCall]]:
     from tileweave.ops.matmul.concurrent_gather import gather_of
     from tileweave.ops.matmul.cublas import multiply_shards
@@ -119,8 +198,9 @@ def _make(
     w: torch.Tensor,
     config: MatmulConfig,
     how: Exchange | None,
+    scaled: _Scaled | None,
 ) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-    call = _fused_call(workspace, x, w, config, how)
+    call = _fused_call(workspace, x, w, config, how, scaled)
     return call.instance, (call, call.launcher(x, w))
 
 
@@ -135,6 +215,9 @@ class _FusedCall:
     config: MatmulConfig
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
+    scaled: _Scaled | None = None
+    # per slot, of all ranks: [R, those of a shard]; then where copy engines read the own ones
+    scales: tuple[torch.Tensor, ...] = ()
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
@@ -147,17 +230,26 @@ class _FusedCall:
         return found
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        scaled = 0 if self.scaled is None else self.scaled.scaled
+        made = None if self.scaled is None else self.scaled.out_dtype
         if self.config.kernel == "hopper":
             from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w) and self.parts.depth * x.element_size() % 16 == 0:
                 return hopper_launcher(
-                    self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
+                    self.endpoint,
+                    self.schedule,
+                    self.config,
+                    x.dtype,
+                    w.stride(),
+                    self.parts,
+                    scaled,
+                    made,
                 )
         from tileweave.kernels.all_gather.triton import launcher
 
-        return launcher(self.endpoint, self.schedule, self.config, self.parts)
+        return launcher(self.endpoint, self.schedule, self.config, self.parts, scaled)
 
 
 def _fused_call(
@@ -166,10 +258,11 @@ def _fused_call(
     w: torch.Tensor,
     config: MatmulConfig,
     how: Exchange | None,
+    scaled: _Scaled | None,
 ) -> _FusedCall:
     transport = workspace.transport
     instance = workspace.instance(OP if how is None else EXCHANGED, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, how, config)
+    key = (x.shape, w.shape[0], x.dtype, how, config, scaled)
     call = instance.cache.get(key)
     if call is None:
         schedule, parts = _cut(x, w, config, how, transport)
@@ -182,20 +275,43 @@ def _fused_call(
         slot_rows = (
             schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
         )
-        instance.reserve(
-            slot_rows * parts.depth * x.element_size(),
-            schedule.num_segments * schedule.num_programs + 1,
+        require(
+            scaled is None or (config.transport == "copy_engine" and config.tile_k == 128),
+            f"FP8 operands with transport {config.transport!r} and tiles of {config.tile_k} of K",
+            "copy engines, and tiles of 128",
+            "pass such a config, or one of cuBLAS",
         )
-        copies = ()
+        data_bytes = -(-slot_rows * parts.depth * x.element_size() // 16) * 16
+        more = 0 if scaled is None else parts.world_size * scaled.nbytes
+        instance.reserve(data_bytes + more, schedule.num_segments * schedule.num_programs + 1)
+        copies, scales = (), ()
+        if scaled is not None:
+            scales = tuple(
+                instance.slots[begin + data_bytes : begin + data_bytes + more]
+                .view(torch.float32)
+                .view(parts.world_size, *scaled.shape)
+                for begin in (0, instance.slot_bytes)
+            )
+            with torch.inference_mode(False):  # later calls write to it
+                scales += (torch.empty(scaled.shape, device=x.device),)
         if config.transport == "copy_engine":
             gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
+            nbytes = 0 if scaled is None else scaled.nbytes
+            own = scales[-1].data_ptr() if scales else 0
             copies = tuple(
-                _copies(instance, gate, schedule.rows, parts, x.element_size(), slot)
-                for slot in (0, 1)
+                _copies(
+                    instance,
+                    gate,
+                    schedule.rows,
+                    parts,
+                    x.element_size(),
+                    slot,
+                    (own, begin + parts.rank * nbytes, nbytes),
+                )
+                for slot, begin in ((0, data_bytes), (1, instance.slot_bytes + data_bytes))
             )
-        call = _FusedCall(
-            instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {}
-        )
+        peers = endpoint(instance, x.dtype)
+        call = _FusedCall(instance, peers, schedule, parts, config, copies, {}, scaled, scales)
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
@@ -218,13 +334,20 @@ def _cut(
 
 
 def _copies(
-    instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int
+    instance: Instance,
+    gate: int,
+    rows: int,
+    parts: Parts,
+    itemsize: int,
+    slot: int,
+    scales: tuple[int, int, int],
 ) -> Copies:
     """Chunks of this rank's shard, or of its parts, to all peers in turn, each followed by a
     signal.
 
     The last is a signal to this rank itself. ``gate``: the counter that holds copies back until all
-    ranks are in this call.
+    ranks are in this call. ``scales``: (address, place in the slots of peers, bytes) of this rank's
+    scales; no bytes: none. Their place is counted from the first slot.
     """
     rank, size = parts.rank, parts.world_size
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
@@ -238,6 +361,9 @@ def _copies(
             + (place * rows + begin) * width
         )
         start = peer * parts.step * itemsize + begin * pitch
+        if scales[2]:
+            at = instance.slot_addresses[peer] + scales[1]
+            copies.append(Copy(at, scales[0], scales[2]))
         if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:

@@ -4,6 +4,10 @@ In the backward x is gathered while the input gradient is computed; in the forwa
 one shard after the other. Kernels of NCCL need multiprocessors, so they may not run concurrently
 with a kernel that fills the device and waits for peers (decision 0020); copy engines may. What
 arrives stays in symmetric memory, where matmuls read it: decisions 0020, 0016.
+
+A shard may have several parts, which arrive under one signal: FP8 data, and its scales. The first
+is sent from where it is. The others, which are small, are first copied to memory of the call, since
+copies know one address that changes.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 OP = "all_gather_matmul"
 QUEUE = 1  # copy queue of its own: copies of the concurrent kernel do not wait for these
+ALIGN = 16  # bytes: where parts after the first begin
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -40,9 +46,10 @@ class GatherCall:
     """What gathers of one shape share."""
 
     endpoint: Peers
-    slots: tuple[torch.Tensor, ...]  # [R m, K] each
-    # per slot: (rank, its shard [m, K]) of all peers, by order of arrival
-    shards: tuple[tuple[tuple[int, torch.Tensor], ...], ...]
+    slots: tuple[torch.Tensor, ...]  # [R m, K] each, of the first part
+    # per slot: (rank, the parts of its shard) of all peers, by order of arrival
+    shards: tuple[tuple[tuple[int, Tensors], ...], ...]
+    staged: Tensors  # where copy engines read the own parts after the first
     copies: tuple[Copies, ...]
     checksum: int
     launches: ShardLaunches
@@ -54,22 +61,23 @@ class Gathering:
     :meth:`end`."""
 
     _instance: Instance
-    _x: torch.Tensor
+    _x: Tensors
     _call: GatherCall
     _slot: int
     _capturing: bool
 
     def wait(self) -> torch.Tensor:
-        """Return gather(x) [R * m, K], valid until the next gather on this device.
+        """Return gather(x) [R * m, K] of a shard of one part, valid until the next gather on this
+        device.
 
         Read it on this stream, and keep no view of it.
         """
         whole = self._call.slots[self._slot]
-        self._end(lambda: self._call.launches.await_all(self._x, whole))
+        self._end(lambda: self._call.launches.await_all(self._x[0], whole))
         return whole
 
-    def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (rank, its shard [m, K]) by order of arrival, this rank's first.
+    def shards(self) -> Iterator[tuple[int, Tensors]]:
+        """Yield (rank, the parts of its shard) by order of arrival, this rank's first.
 
         Work that is queued next finds the shard there. Call :meth:`end` after the last.
         """
@@ -91,7 +99,7 @@ class Gathering:
             launch()
         finally:
             # As in push_with_launch: on a GPU the kernel ends after the pushes anyway.
-            if self._capturing or not self._x.is_cuda:
+            if self._capturing or not self._x[0].is_cuda:
                 instance.transport.join(QUEUE)
             instance.launched()
         CALL.posted = False  # the call has been made: later failures are of later calls
@@ -123,23 +131,27 @@ def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gatheri
     CaptureError
         CUDA-graph capture without an earlier call of that size.
     """
-    return begin(*gather_of(workspace_of(group_name, x.device), x), x, checksum)
+    made = gather_of(workspace_of(group_name, x.device), (x,))
+    return begin(*made, (x,), checksum)
 
 
-def gather_of(workspace: Workspace, x: torch.Tensor) -> tuple[Instance, GatherCall]:
-    """What gathers of the shape of x share."""
+def gather_of(workspace: Workspace, x: Tensors) -> tuple[Instance, GatherCall]:
+    """What gathers of shards with parts of these shapes share."""
     instance = workspace.instance(OP, GATHER)
-    call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
+    key = tuple((part.shape, part.dtype) for part in x)
+    call = instance.cache.get(key) or _prepare(instance, x, key)
     assert isinstance(call, GatherCall), "keys of endpoints have no shape"
     return instance, call
 
 
-def begin(instance: Instance, call: GatherCall, x: torch.Tensor, checksum: int = 0) -> Gathering:
-    """As :func:`begin_gather`, with what :func:`gather_of` returned."""
+def begin(instance: Instance, call: GatherCall, x: Tensors, checksum: int = 0) -> Gathering:
+    """As :func:`begin_gather`, with what :func:`gather_of` returned. x: the parts of the shard."""
     capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    instance.transport.push(call.copies[slot], x.data_ptr(), QUEUE, None, capturing)
+    for place, part in zip(call.staged, x[1:], strict=True):
+        place.copy_(part)
+    instance.transport.push(call.copies[slot], x[0].data_ptr(), QUEUE, None, capturing)
     instance.calls += 1
     return Gathering(instance, x, call, slot, capturing)
 
@@ -156,28 +168,61 @@ def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
         ) from error
 
 
-def _prepare(instance: Instance, x: torch.Tensor) -> GatherCall:
+def _prepare(instance: Instance, x: Tensors, key: object) -> GatherCall:
     from tileweave.kernels.all_gather.await_shards import shard_launches
 
-    transport, nbytes = instance.transport, x.numel() * x.element_size()
+    transport, first = instance.transport, x[0]
+    shape = first.shape
     rank, size = transport.rank, transport.world_size
-    instance.reserve(size * nbytes)
+    each = [part.numel() * part.element_size() for part in x]  # bytes
+    steps = [each[0], *(-(-nbytes // ALIGN) * ALIGN for nbytes in each[1:])]
+    starts = [0]  # of each part of all ranks in a slot
+    for step in steps:
+        starts.append(-(-(starts[-1] + size * step) // ALIGN) * ALIGN)
+    instance.reserve(starts[-1] if len(x) > 1 else size * each[0])
+
+    def place(slot: int, part: int, source: int) -> int:
+        return slot * instance.slot_bytes + starts[part] + source * steps[part]
+
+    def parts_of(slot: int, source: int) -> Tensors:
+        begins = [place(slot, part, source) for part in range(len(x))]
+        return tuple(
+            instance.slots[begin : begin + nbytes].view(part.dtype).view(part.shape)
+            for begin, nbytes, part in zip(begins, each, x, strict=True)
+        )
+
+    with torch.inference_mode(False):  # later calls write to them
+        staged = tuple(torch.empty_like(part) for part in x[1:])
+    sources = [0, *(part.data_ptr() for part in staged)]
     slots, shards, pushes = [], [], []
     for slot in (0, 1):
         begin = slot * instance.slot_bytes
-        whole = instance.slots[begin : begin + size * nbytes].view(x.dtype)
-        slots.append(whole.view(size * x.shape[0], x.shape[1]))
-        parts = whole.view(size, *x.shape)
-        shards.append(tuple((source, parts[source]) for source in arrival_order(rank, size)[1:]))
+        whole = instance.slots[begin : begin + size * each[0]].view(first.dtype)
+        slots.append(whole.view(size * shape[0], *shape[1:]))
+        shards.append(
+            tuple((source, parts_of(slot, source)) for source in arrival_order(rank, size)[1:])
+        )
         copies = []
         for peer in push_order(rank, size):
-            copies.append(Copy(instance.slot_addresses[peer] + begin + rank * nbytes, 0, nbytes))
+            for part, nbytes in enumerate(each):
+                target = instance.slot_addresses[peer] + place(slot, part, rank)
+                copies.append(Copy(target, sources[part], nbytes))
             copies.append(instance.signal_copy(peer, instance.layout.data(rank)))
         copies.append(instance.signal_copy(rank, instance.layout.pushed))
         pushes.append(Copies(copies))
-    checksum = checksum_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
-    peers = endpoint(instance, x.dtype)
-    launches = shard_launches(peers, size, rank, x.shape, transport.machine.num_sms)
-    call = GatherCall(peers, tuple(slots), tuple(shards), tuple(pushes), checksum, launches)
-    instance.keep((x.shape, x.dtype), call)
+    described = {"op": "gather", "shapes": [list(shape)], "dtype": str(first.dtype)}
+    if len(x) > 1:
+        described["parts"] = [[list(part.shape), str(part.dtype)] for part in x[1:]]
+    peers = endpoint(instance, first.dtype)
+    launches = shard_launches(peers, size, rank, shape, transport.machine.num_sms)
+    call = GatherCall(
+        peers,
+        tuple(slots),
+        tuple(shards),
+        staged,
+        tuple(pushes),
+        checksum_of(described),
+        launches,
+    )
+    instance.keep(key, call)
     return call

@@ -10,6 +10,7 @@ Tables and planners choose (``MatmulConfig.kernel == "library"``, and its transp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -18,18 +19,68 @@ from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_eleme
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import GatherCall, begin
+from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
 
 INSTANCE = (
     "library"  # an instance of its own: its slots have another layout than those of a fused kernel
 )
+WORD = 4  # bytes
 MOST_KEPT = 16 << 20  # bytes of gather(x): an allocation takes 4 us of 40
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Product(Protocol):
+    """A matmul by cuBLAS of rows of x, given by their parts, and what it does not take from x:
+    :class:`Plain`, or ``scaled.ScaledProduct``."""
+
+    @property
+    def cols(self) -> int:
+        """Columns of the result."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the result."""
+        ...
+
+    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The result, in ``out`` if given."""
+        ...
+
+    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
+        """The parts of these rows of x."""
+        ...
+
+
+class Plain(NamedTuple):
+    """x [rows, K] @ w [n, K].T + bias; x has one part."""
+
+    w: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def cols(self) -> int:
+        return self.w.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w.dtype
+
+    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:  # takes 4 us less than an allocation and mm(out=)
+            return linear(x[0], self.w, self.bias)
+        multiply(x[0], self.w, self.bias, out)
+        return out
+
+    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
+        return (x[0].narrow(0, begin, rows),)
 
 
 @dataclass(slots=True)
 class GatherThenMultiply:
-    """Calls of one shape: ``y [R * m, n] = gather(x [m, K]) @ w [n, K].T + bias``.
+    """Calls of one shape: ``y [R * m, n] = product(gather(x [m, K]))``.
 
     whole : where gather(x) is stored in eager calls that do not return it, if that is small.
     """
@@ -40,71 +91,85 @@ class GatherThenMultiply:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensors,
+        product: Product,
         out: torch.Tensor | None,
         gathered: torch.Tensor | None,
         checksum: int = 0,
     ) -> torch.Tensor:
-        """Return y, in ``out`` if given; store gather(x) in ``gathered`` if given."""
-        instance = self.instance
+        """Return y, in ``out`` if given; store gather(x) in ``gathered`` if given. x: the parts of
+        the own shard."""
+        instance, (first, *more) = self.instance, x
         capturing = instance.begin(checksum)
         whole = gathered if gathered is not None else None if capturing else self.whole
         if whole is None:
-            whole = x.new_empty(instance.world_size * x.shape[0], x.shape[1])
+            whole = _whole_of(x, instance.world_size)
         try:
-            self.launch(x, whole)
+            if more:  # as words of 32 bits
+                self.launch(first.view(torch.float32), whole, *more)
+            else:
+                self.launch(first, whole)
         finally:
             instance.launched()
-        if out is None:
-            return linear(whole, w, bias)  # takes 4 us less than an allocation and mm(out=)
-        multiply(whole, w, bias, out)
-        return out
+        if not more:
+            return product((whole,), out)
+        rows, size = first.shape[0], instance.world_size
+        end = size * first.numel() // WORD
+        data = whole[:end].view(first.dtype).view(size * rows, first.shape[1])
+        scales = whole[end:].view(size, *more[0].shape)
+        assert isinstance(product, ScaledProduct), "what takes two parts"
+        return product.of_all_ranks(data, scales, out)
+
+
+def _whole_of(x: Tensors, size: int) -> torch.Tensor:
+    """Memory for gather(x); of two parts for both, as words."""
+    if len(x) == 1:
+        return x[0].new_empty(size * x[0].shape[0], x[0].shape[1])
+    return x[1].new_empty(size * (x[0].numel() // WORD + x[1].numel()))
 
 
 def gather_then_multiply(
-    workspace: Workspace, op: str, x: torch.Tensor, config: MatmulConfig
+    workspace: Workspace, op: str, x: Tensors, config: MatmulConfig
 ) -> GatherThenMultiply:
-    """Make the calls of x [m, K]."""
+    """Make the calls of x, the parts of a shard: one [m, K], or FP8 data and its float32 scales."""
     instance, size = workspace.instance(op, INSTANCE), workspace.transport.world_size
-    key = (x.shape, x.dtype, config)
+    key = (*((part.shape, part.dtype) for part in x), config)
     call = instance.cache.get(key)
     if call is None:
         launch = _launcher(workspace, instance, config, x)
-        nbytes, whole = size * x.numel() * x.element_size(), None
+        nbytes, whole = size * sum(part.numel() * part.element_size() for part in x), None
         if nbytes <= MOST_KEPT:
             # Of no use to any other call while this one needs it: launches of a device are in
             # order, also across streams, and a launch comes after all work of the last one's stream
             kept = instance.scratch(MOST_KEPT)[:nbytes]
-            whole = kept.view(x.dtype).view(size * x.shape[0], x.shape[1])
+            if len(x) == 1:
+                whole = kept.view(x[0].dtype).view(size * x[0].shape[0], x[0].shape[1])
+            else:
+                whole = kept.view(torch.float32)
         call = GatherThenMultiply(instance, launch, whole)
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
 def multiply_shards(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensors,
+    product: Product,
     out: torch.Tensor,
     gathered: torch.Tensor | None,
     instance: Instance,
     call: GatherCall,
     checksum: int = 0,
 ) -> None:
-    """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next."""
-    rows, columns = x.shape[0], w.t()
-    parts = out.view(instance.world_size, rows, out.shape[1]).unbind()
+    """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next.
+    x: the parts of the own shard."""
+    rows = x[0].shape[0]
+    places = out.view(instance.world_size, rows, out.shape[1]).unbind()
     gathering = begin(instance, call, x, checksum)
     try:
         for source, shard in gathering.shards():
-            if bias is None:
-                torch.mm(shard, columns, out=parts[source])
-            else:
-                torch.addmm(bias, shard, columns, out=parts[source])
+            product(shard, places[source])
             if gathered is not None:
-                gathered[source * rows : (source + 1) * rows].copy_(shard)
+                gathered[source * rows : (source + 1) * rows].copy_(shard[0])
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
@@ -120,13 +185,15 @@ def multiply(
 
 
 def _launcher(
-    workspace: Workspace, instance: Instance, config: MatmulConfig, x: torch.Tensor
+    workspace: Workspace, instance: Instance, config: MatmulConfig, x: Tensors
 ) -> Launcher:
-    transport, shards = workspace.transport, Shards.in_a_row(x.numel())
+    transport, (first, *more), dtype = workspace.transport, x, x[-1].dtype
+    split = first.numel() // WORD if more else 0
+    shards = Shards.in_a_row(split + more[0].numel() if more else first.numel(), split)
     size = transport.world_size
-    instance.reserve(slot_elements(shards, size, False, True) * x.element_size())
+    instance.reserve(slot_elements(shards, size, False, True) * dtype.itemsize)
     return launcher(
-        endpoint(instance, x.dtype),
+        endpoint(instance, dtype),
         size,
         transport.rank,
         shards,

@@ -263,15 +263,22 @@ def check_traced(check: Callable[[], None]) -> None:
 
 
 def plan_for(
-    planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None
+    planner: Planner,
+    x: torch.Tensor,
+    rows: int,
+    cols: int,
+    size: int,
+    depth: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank.
 
-    ``rows``: as :class:`Problem` counts them. ``depth``: that of x.
+    ``rows``: as :class:`Problem` counts them. ``depth``, ``dtype``: those of x, unless it is
+    quantised first.
     """
-    depth = x.shape[1] if depth is None else depth
+    depth, dtype = x.shape[1] if depth is None else depth, dtype or x.dtype
     tuned_choices.read(x.device, size)
-    return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
+    return _plan(planner, size, rows, cols, depth, dtype, machine_of(x.device), interpreting())
 
 
 @lru_cache(maxsize=4096)
@@ -306,7 +313,7 @@ class Accepted(Plan[MatmulConfig]):
     """
 
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
-    ready: dict[object, tuple[int, Instance, Any]] = field(
+    ready: dict[object, tuple[int, Instance, list[Any]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -329,9 +336,9 @@ def ready(
         return make(workspace_of(group_name, x.device), x, *more)
     found = chosen.ready.get(key)
     if found is not None and found[0] == found[1].version:
-        return found[1], found[2]
+        return found[1], found[2][0]
     instance, made = make(chosen.workspace, x, *more)
-    chosen.ready[key] = instance.version, instance, made
+    chosen.ready[key] = instance.version, instance, instance.until_memory_moves(made)
     return instance, made
 
 

@@ -49,6 +49,7 @@ from tileweave.ops.core.registry import (
     rank_and_size,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
+from tileweave.ops.matmul import scaled_operators as fp8
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -63,8 +64,10 @@ from tileweave.ops.matmul.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import (
     Rows,
     Warmed,
+    as_fp8,
     call_for_warmup,
     operands_for_warmup,
+    scales_for_warmup,
     warm_up,
 )
 from tileweave.planning.matmul import plan_matmul_all_reduce
@@ -73,6 +76,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 EPS = 1e-6
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+_ALLOWED = "[..., N]"  # of results and residual
 
 
 @takes_dtensors(None, x=-1, w=1, bias=None, residual=None, norm_weight=None)
@@ -85,15 +89,22 @@ def matmul_all_reduce(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = EPS,
     group: Group | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
+    quantize_out: str | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Multiply by this rank's columns of a weight and sum over ranks, on every rank.
 
     Optionally add a residual and normalise. bfloat16 and float16 on CUDA (float32 unfused), also
-    float32 on the CPU. Partial sums of ranks are rounded to the dtype of x (in float16, those above
-    65504 become infinite), added in float32 in a fixed order, with bias and residual, and rounded
-    again. For the rounding of the unfused path see ``ops/reference.py``.
+    float32 on the CPU, and FP8 with scales. Partial sums of ranks are rounded to the dtype of the
+    result (in float16, those above 65504 become infinite), added in float32 in a fixed order, with
+    bias and residual, and rounded again. For the rounding of the unfused path see
+    ``ops/reference.py``.
 
     Parameters
     ----------
@@ -122,6 +133,30 @@ def matmul_all_reduce(
         The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
         the default group.
 
+    x_scale, w_scale : float32 tensors, optional
+        For FP8 operands: x and w are float8_e4m3fn, and represent data times scale. One element
+        each, for whole tensors; or [..., 1] and [1, N], for rows of x and columns of the
+        result; or [..., ceil(k/128)] and [ceil(N/128), ceil(k/128)], for 128 elements of
+        a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
+        of 16. No gradients.
+
+    quantize : "row" or "block", optional
+        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
+        elements. In place of ``x_scale``.
+
+    out_dtype : torch.dtype, optional
+        With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
+        Default: that of x with ``quantize``, otherwise bfloat16.
+
+    fast_accum : bool
+        With FP8 operands, for scales of tensors and rows: faster sums that tensor cores round to
+        fewer bits than float32 has.
+
+    quantize_out : "row" or "block", optional
+        The norm becomes FP8, with a scale per row or per 128 columns: what ``tileweave.quantize``
+        makes of it. For the next layer in decoding. Needs ``norm_weight``; operands may have 16
+        bits or FP8. No gradients.
+
     out : [M, N] or [..., N], contiguous, optional
         Memory for the first result. Not with gradients.
 
@@ -135,6 +170,8 @@ def matmul_all_reduce(
     (normed, residual_out) : pair of [..., N]
         With ``norm_weight``: residual_out is that y, the residual of the next layer, and normed is
         RMSNorm(residual_out) * norm_weight, computed in float32 from the rounded residual_out.
+    (data, scale, residual_out) : [..., N], [..., 1] or [..., ceil(N/128)], [..., N]
+        With ``quantize_out``: normed as FP8 data and float32 scales.
 
     Raises
     ------
@@ -157,6 +194,20 @@ def matmul_all_reduce(
     )
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given or quantize_out is not None:
+        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, {})
+        added = (bias, given, norm_weight, norm_eps)
+        found = fp8.all_reduce(call, added, flat_residual, name, quantize_out or "")
+        if out is not None:
+            return out if residual_out is None else (out, residual_out)
+        assert found is not None, "only the .out form returns nothing"
+        y, scale, kept = found
+        shape = (*x.shape[:-1], w.shape[0])
+        if quantize_out:
+            scale = scale if x.dim() == 2 else scale.reshape(*x.shape[:-1], -1)
+            return y.view(shape), scale, kept.view(shape)
+        return (y.view(shape), kept.view(shape)) if normed else y.view(shape)
     if out is not None:
         _INTO_OUT(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
@@ -184,7 +235,7 @@ def _as_called(
     if residual is not None:
         residual = contiguous(residual, "residual", OP)
         if x.dim() > 2:
-            check_like_x("residual", residual, x, "[..., N]")
+            check_like_x("residual", residual, x, _ALLOWED)
             residual = residual.flatten(0, -2)
     if norm_weight is not None and (norm_eps is None or not 0 <= norm_eps < inf):
         require(
@@ -205,12 +256,12 @@ def _as_called(
             "allocate what the call returns",
         )
     inputs = (w, bias, residual, norm_weight)
-    flat = out_as_rows(out, x, "[..., N]", *inputs)
+    flat = out_as_rows(out, x, _ALLOWED, *inputs)
     return (
         rows,
         residual,
         flat,
-        out_as_rows(residual_out, x, "[..., N]", *inputs, name="residual_out"),
+        out_as_rows(residual_out, x, _ALLOWED, *inputs, name="residual_out"),
     )
 
 
@@ -359,6 +410,11 @@ def explain(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     group: Group | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> Plan:
@@ -366,6 +422,10 @@ def explain(
     rows, given, flat, flat_residual = _as_called(
         x, w, bias, residual, norm_weight, out, residual_out
     )
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given:
+        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, {})
+        return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
     return plan(rows, w, rank_and_size(name_of(group))[1])
 
@@ -378,6 +438,7 @@ def warmup(
     norm: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    scaling: str | None = None,
     device: torch.device | str | None = None,
     group: Group | None = None,
 ) -> Warmed:
@@ -385,19 +446,23 @@ def warmup(
     follow. Collective.
 
     ``norm``: for calls with residual and norm_weight, which have another kernel. ``backward``: also
-    run the backward.
+    run the backward. ``scaling``: of FP8 operands; see :func:`tileweave.warmup`.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    residual, weight = (x.new_zeros(x.shape[0], cols), x.new_ones(cols)) if norm else (None, None)
+    w = as_fp8(w, scaling)
+    made = torch.bfloat16 if x.dtype == fp8.FP8 else x.dtype
+    residual = x.new_zeros(x.shape[0], cols, dtype=made) if norm else None
+    weight = x.new_ones(cols, dtype=made) if norm else None
 
     def call(part: torch.Tensor, back: bool) -> None:
         own = None if residual is None else residual[: part.shape[0]]
-        call_for_warmup(
-            matmul_all_reduce, part, w, back, residual=own, norm_weight=weight, group=group
-        )
+        more = {"residual": own, "norm_weight": weight, **scales_for_warmup(part, w, scaling)}
+        call_for_warmup(matmul_all_reduce, part, w, back, group=group, **more)
 
-    size = rank_and_size(name_of(group))[1]
-    return warm_up(rows, x, call, lambda part: plan(part, w, size), backward, group)
+    def planned(part: torch.Tensor) -> Plan[MatmulConfig]:
+        return explain(part, w, group=group, **scales_for_warmup(part, w, scaling))
+
+    return warm_up(rows, x, call, planned, backward, group)
 
 
 SPEC = OperatorSpec(
@@ -413,4 +478,5 @@ SPEC = OperatorSpec(
     backward=Backward(_setup_context, _gradients),
     reference=reference.matmul_all_reduce,
     kernel="tileweave.kernels.all_reduce.one_shot",
+    define_more=fp8.define_reduce,
 )

@@ -14,6 +14,7 @@ from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
+    from tileweave.ops.matmul.cublas import Product
     from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
 
 OP = "matmul_all_reduce"
@@ -47,9 +48,11 @@ def run_fused(
         )
         return
     if config.kernel == "library":
-        instance, (call, add) = ready(chosen, "library", group_name, _make_by_cublas, x, w, config)
-        given = add(bias, residual, norm_weight, norm_eps)
-        call(instance, x, w, given, out, residual_out, chosen.checksum)
+        from tileweave.ops.matmul.cublas import Plain
+        from tileweave.ops.matmul.reduce_by_cublas import Added
+
+        added = Added(bias, residual, norm_weight, norm_eps)
+        run_library((x,), Plain(w, None), added, out, residual_out, group_name, chosen)
         return
     norm = norm_weight is not None
     instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
@@ -60,13 +63,29 @@ def run_fused(
         instance.launched()
 
 
-def _make_by_cublas(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
-) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
-    from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
+def run_library(
+    x: tuple[torch.Tensor, ...],
+    product: Product,
+    added: Added,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+    scale: torch.Tensor | None = None,
+) -> None:
+    """A call whose matmul is ``product``, by cuBLAS. x: its parts, the first [M, k]. ``scale``:
+    with ``added.quantize``, gets the scales of ``out``."""
+    made = ready(chosen, "library", group_name, _make_by_cublas, x[0], product, chosen.config)
+    instance, call = made
+    call(instance, x, product, added, out, residual_out, chosen.checksum, scale)
 
-    instance, call = multiply_then_reduce(workspace, x, w, OP, x.shape[0], config)
-    return instance, (call, Added)
+
+def _make_by_cublas(
+    workspace: Workspace, x: torch.Tensor, product: Product, config: MatmulConfig
+) -> tuple[Instance, MultiplyThenReduce]:
+    from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
+
+    return multiply_then_reduce(workspace, x.shape[0], product, OP, x.shape[0], config)
 
 
 def _one_shot(

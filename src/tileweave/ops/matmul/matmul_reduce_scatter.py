@@ -37,6 +37,7 @@ from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
+from tileweave.ops.matmul import scaled_operators as fp8
 from tileweave.ops.matmul.backward import add_product, gather_and_multiply
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -56,6 +57,7 @@ from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+_ALLOWED = "[M / R, ..., N]"  # of out
 
 
 @takes_dtensors(0, x=-1, w=1, bias=None)
@@ -68,14 +70,19 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     depth: int | None = None,
     main_grad: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by this rank's columns of a weight, and keep this rank's rows of the sum over ranks.
 
-    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Partial sums of ranks
-    are rounded to the dtype of x (in float16, those above 65504 become infinite), added in float32
-    in a fixed order, and rounded again. For the own partial sum, and for the unfused path, see
-    ``ops/reference.py``.
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU, and FP8 with scales.
+    Partial sums of ranks are rounded to the dtype of the result (in float16, those above 65504
+    become infinite), added in float32 in a fixed order, and rounded again. For the own partial sum,
+    and for the unfused path, see ``ops/reference.py``.
 
     Parameters
     ----------
@@ -111,6 +118,25 @@ def matmul_reduce_scatter(
         contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
         ``gradient_accumulation_fusion``.
 
+    x_scale, w_scale : float32 tensors, optional
+        For FP8 operands: x and w are float8_e4m3fn, and represent data times scale. One element
+        each, for whole tensors; or [M, ..., 1] and [1, N], for rows of x and columns of the
+        result; or [M, ..., ceil(k/128)] and [ceil(N/128), ceil(k/128)], for 128 elements of
+        a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
+        of 16. No gradients.
+
+    quantize : "row" or "block", optional
+        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
+        elements. In place of ``x_scale``.
+
+    out_dtype : torch.dtype, optional
+        With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
+        Default: that of x with ``quantize``, otherwise bfloat16.
+
+    fast_accum : bool
+        With FP8 operands, for scales of tensors and rows: faster sums that tensor cores round to
+        fewer bits than float32 has.
+
     out : [M / R, ..., N], contiguous, optional
         Memory for the result. Not with gradients, nor with ``depth`` or ``main_grad``. With
         ``scatter_dim=1`` its memory has the order [S / R, B, ..., N].
@@ -118,7 +144,7 @@ def matmul_reduce_scatter(
     Returns
     -------
     y : [M / R, ..., N]
-        Scattered along dimension 0, with the dtype of x.
+        Scattered along dimension 0, with the dtype of x; of FP8 operands with ``out_dtype``.
 
     Raises
     ------
@@ -139,9 +165,25 @@ def matmul_reduce_scatter(
     if scatter_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "scatter_dim", scatter_dim)
         y = matmul_reduce_scatter(
-            turned, w, bias, group=name, depth=depth, main_grad=main_grad, out=into
+            turned,
+            w,
+            bias,
+            group=name,
+            depth=depth,
+            main_grad=main_grad,
+            x_scale=fp8.sequence_first(x_scale, x),
+            w_scale=w_scale,
+            quantize=quantize,
+            out_dtype=out_dtype,
+            fast_accum=fast_accum,
+            out=into,
         )
         return y.transpose(0, 1) if out is None else out
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given:
+        refused = {"depth": depth, "main_grad": main_grad}
+        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
+        return fp8.reduce_scatter(call, bias, x, name, out)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, depth, main_grad)
     if out is not None:
         _INTO_OUT(rows, w, bias, name, out=flat)
@@ -174,7 +216,7 @@ def _as_called(
         check_main_grad([w], [] if main_grad is None else [main_grad])
     if x.dim() > 2:
         _check_rows(x.shape[0], rank_and_size(group_name)[1])
-    return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
+    return rows, out_as_rows(out, x, _ALLOWED, w, bias)
 
 
 def _check_rows(rows: int, size: int) -> None:
@@ -327,11 +369,22 @@ def explain(
     scatter_dim: int = 0,
     depth: int | None = None,
     main_grad: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
     out: torch.Tensor | None = None,
 ) -> Plan:
     """The plan of a call."""
     if scatter_dim != 0:
+        x_scale = fp8.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "scatter_dim", scatter_dim)
+    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.given:
+        refused = {"depth": depth, "main_grad": main_grad}
+        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
+        return fp8.explain(OP, call, bias, group)
     if depth is None and main_grad is None:
         return explain_rows(x, w, bias, group, out=out)
     name = name_of(group)
@@ -348,7 +401,7 @@ SPEC = OperatorSpec(
     forward=_forward,
     fake=_fake,
     explain=explain,
-    warmup=warmup_matmul(matmul_reduce_scatter, explain_rows),
+    warmup=warmup_matmul(matmul_reduce_scatter, explain),
     backward=BackwardOperator(
         arguments="Tensor grad, Tensor? x, Tensor w, str group_name, int depth",
         of=("x", "w", "bias"),
@@ -362,4 +415,5 @@ SPEC = OperatorSpec(
     kernel="tileweave.kernels.reduce_scatter.triton",
     dual="all_gather_matmul",
     traced="waits",
+    define_more=fp8.define_scatter,
 )

@@ -27,7 +27,9 @@ from tileweave.transport.protocol import MAX_SLICES
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
+    from tileweave.ops.matmul.cublas import Product
     from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
+    from tileweave.ops.matmul.shards_by_cublas import ShardSums
 
 OP = "matmul_reduce_scatter"
 
@@ -49,10 +51,9 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel == "library":
-        instance, (call, added) = ready(
-            chosen, "library", group_name, _make_by_cublas, x, w, out.shape[0], config
-        )
-        call(instance, x, w, added(bias), out, None, chosen.checksum)
+        from tileweave.ops.matmul.cublas import Plain
+
+        run_library((x,), Plain(w, None), bias, out, group_name, chosen)
         return
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
     key = (*aligned, mirror is None, None if residual is None else residual.data_ptr() & 15 == 0)
@@ -77,12 +78,43 @@ def run_fused(
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
+def run_library(
+    x: tuple[torch.Tensor, ...],
+    product: Product,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> None:
+    """A call whose matmul is ``product``, by cuBLAS: of all rows before one launch that reduces,
+    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]."""
+    config = chosen.config
+    assert config is not None, "the unfused path has no config"
+    if config.transport == "copy_engine":
+        made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
+        instance, call = made
+        call(instance, x, product, bias, out, chosen.checksum)
+        return
+    instance, (call, added) = ready(
+        chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
+    )
+    call(instance, x, product, added(bias), out, None, chosen.checksum)
+
+
+def _make_sums(
+    workspace: Workspace, _: torch.Tensor, product: Product, rows: int
+) -> tuple[Instance, ShardSums]:
+    from tileweave.ops.matmul.shards_by_cublas import shard_sums
+
+    return shard_sums(workspace, OP, rows, product)
+
+
 def _make_by_cublas(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, rows: int, config: MatmulConfig
+    workspace: Workspace, x: torch.Tensor, product: Product, rows: int, config: MatmulConfig
 ) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
     from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
 
-    instance, call = multiply_then_reduce(workspace, x, w, OP, rows, config)
+    instance, call = multiply_then_reduce(workspace, x.shape[0], product, OP, rows, config)
     return instance, (call, Added)
 
 

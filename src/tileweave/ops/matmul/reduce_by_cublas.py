@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
-from tileweave.kernels.all_reduce.norm import norm_launcher
+from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.cublas import INSTANCE
+from tileweave.ops.matmul.cublas import INSTANCE, Product, Tensors
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
 
@@ -31,53 +30,60 @@ class Added(NamedTuple):
     residual: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None
     norm_eps: float = 0.0
+    quantize: str = ""  # "row" or "block": the norm becomes FP8, with scales
 
 
 @dataclass(slots=True)
 class MultiplyThenReduce:
-    """Calls of one shape: the sum over ranks of x [M, k] @ w [N, k].T, plus bias, plus residual."""
+    """Calls of one shape: the sum over ranks of product(x), plus bias, plus residual."""
 
     reduce: Launcher
     norm: Launcher
+    quantizers: dict[str, Launcher]
 
     def __call__(
         self,
         instance: Instance,
-        x: torch.Tensor,
-        w: torch.Tensor,
+        x: Tensors,
+        product: Product,
         added: Added,
         out: torch.Tensor,
         residual_out: torch.Tensor | None = None,
         checksum: int = 0,
+        scale: torch.Tensor | None = None,
     ) -> None:
         """Store the sum in ``out``: [M, N], or this rank's rows [M / R, N] of it. With
-        ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum."""
-        partial = linear(x, w)  # takes 2 us less than torch.mm(x, w.t())
+        ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum; with
+        ``added.quantize`` ``out`` gets its FP8 data (uint8), and ``scale`` their scales."""
+        partial = product(x)
         sums = out if residual_out is None else residual_out
         instance.begin(checksum)
         try:
             self.reduce(partial, sums, added.bias, added.residual)
         finally:
             instance.launched()
-        if added.norm_weight is not None:
+        if added.quantize:
+            launch = self.quantizers[added.quantize]
+            launch(sums, added.norm_weight, added.norm_eps, out, scale)
+        elif added.norm_weight is not None:
             self.norm(sums, added.norm_weight, added.norm_eps, out)
 
 
 def multiply_then_reduce(
     workspace: Workspace,
-    x: torch.Tensor,
-    w: torch.Tensor,
+    rows: int,
+    product: Product,
     op: str,
     own_rows: int,
     config: MatmulConfig,
 ) -> tuple[Instance, MultiplyThenReduce]:
-    """Make the calls of ``op`` for x [M, k] and w [N, k], whose result has ``own_rows`` rows."""
+    """Make the calls of ``op`` for ``rows`` rows of x, whose result has ``own_rows`` rows."""
     instance = workspace.instance(op, INSTANCE)
-    shape = (x.shape[0], w.shape[0])
-    key = (shape, x.dtype, own_rows, config)
+    shape, dtype = (rows, product.cols), product.dtype
+    key = (shape, dtype, own_rows, config)
     made = instance.cache.get(key)
     if made is None:
-        made = MultiplyThenReduce(*_launchers(instance, shape, x.dtype, own_rows, config))
+        made = MultiplyThenReduce(*_launchers(instance, shape, dtype, own_rows, config))
         instance.keep(key, made)
     return instance, made  # type: ignore[return-value]
 
@@ -88,7 +94,7 @@ def _launchers(
     dtype: torch.dtype,
     own_rows: int,
     config: MatmulConfig,
-) -> tuple[Launcher, Launcher]:
+) -> tuple[Launcher, Launcher, dict[str, Launcher]]:
     transport, (rows, cols) = instance.transport, shape
     size, everywhere, one_shot = transport.world_size, own_rows == rows, config.shots == 1
     require(
@@ -116,4 +122,7 @@ def _launchers(
         True,
         gather,
     )
-    return reduce, norm_launcher(rows, cols)
+    quantizers = {
+        kind: norm_quantize_launcher(rows, cols, kind == "block") for kind in ("row", "block")
+    }
+    return reduce, norm_launcher(rows, cols), quantizers

@@ -14,6 +14,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops.core.registry import Group, machine_of, name_of, rank_and_size
+from tileweave.ops.matmul.scaled import FP8, blocks
 from tileweave.planning.problem import Plan
 from tileweave.transport.compile_only import compile_only
 
@@ -69,6 +70,31 @@ def operands_for_warmup(
         return torch.zeros(most, depth, dtype=dtype, device=where), torch.zeros(
             cols, depth, dtype=dtype, device=where
         )
+
+
+def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> dict[str, Any]:
+    """What a call of x [rows, depth] and FP8 w says about scales; nothing without ``scaling``."""
+    if scaling is None:
+        return {}
+    fits = isinstance(w, torch.Tensor) and w.dtype == FP8
+    require(
+        fits and scaling in ("tensor", "row", "block") and (x.dtype == FP8 or scaling != "tensor"),
+        f"warmup with scaling={scaling!r} and x {x.dtype}",
+        "'tensor', 'row' or 'block' with dtype=torch.float8_e4m3fn; 'row' or 'block' with others",
+        "pass the kind of the scales of x",
+    )
+    (rows, depth), cols = x.shape, w.shape[0]
+    of_w = {"tensor": (1,), "row": (1, cols), "block": (blocks(cols), blocks(depth))}[scaling]
+    given: dict[str, Any] = {"w_scale": torch.ones(of_w, device=x.device)}
+    if x.dtype != FP8:
+        return {**given, "quantize": scaling}
+    of_x = {"tensor": (1,), "row": (rows, 1), "block": (rows, blocks(depth))}[scaling]
+    return {**given, "x_scale": torch.ones(of_x, device=x.device)}
+
+
+def as_fp8(w: Any, scaling: str | None) -> Any:
+    """A weight of zeros for a warmup: FP8 with ``scaling``."""
+    return w if scaling is None or not isinstance(w, torch.Tensor) else w.to(FP8)
 
 
 def warm_up(
@@ -156,19 +182,21 @@ def warmup_matmul(
         *,
         backward: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        scaling: str | None = None,
         device: torch.device | str | None = None,
         group: Group | None = None,
     ) -> Warmed:
         parts = as_sizes(cols, "cols")
         x, whole = operands_for_warmup(rows, sum(parts), depth, dtype, device)
-        w = whole if isinstance(cols, int) else list(whole.split(parts))
-        return warm_up(
-            rows,
-            x,
-            lambda part, back: call_for_warmup(call, part, w, back, group=group),
-            lambda part: explain(part, w, group=group),
-            backward,
-            group,
-        )
+        w = as_fp8(whole if isinstance(cols, int) else list(whole.split(parts)), scaling)
+
+        def made(part: torch.Tensor, back: bool) -> None:
+            scales = scales_for_warmup(part, w, scaling)
+            call_for_warmup(call, part, w, back, group=group, **scales)
+
+        def planned(part: torch.Tensor) -> Plan:
+            return explain(part, w, group=group, **scales_for_warmup(part, w, scaling))
+
+        return warm_up(rows, x, made, planned, backward, group)
 
     return warmup

@@ -1,0 +1,156 @@
+"""``tileweave report``: this machine as one HTML page: what it has, which paths calls take and why,
+how fast the operators are, and what happens inside a call.
+
+The page needs no network and no script: styles, pictures and traces are in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tileweave import OPERATORS
+from tileweave.bench.console import console
+from tileweave.bench.prerequisites import file_for, need_kernels
+from tileweave.commands.options import Device, World, place
+from tileweave.errors import InputError, require
+from tileweave.launcher import Member, is_main_process, launch
+from tileweave.ops.core.registration import SPECS
+from tileweave.profile.trace import Trace
+
+# M, N, K of the traced calls
+ON_GPU, ON_CPU = (4096, 8192, 4096), (128, 256, 128)
+_ALLOWED = "files that `tileweave bench OPERATOR --json FILE` wrote, or folders of them"
+
+
+def report(
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Results of `tileweave bench --json`, or folders of them, to show instead of a "
+            "new bench. May be repeated."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="With GPUs: start no new case after that, per operator.")
+    ] = 30.0,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Record a call of each traced operator.")
+    ] = True,
+    world: World = None,
+    device: Device = "auto",
+) -> None:
+    """Write one HTML page about this machine: what runs fused and why, a bench against the bound
+    and all rivals (with GPUs, or from --results), and what happens inside calls.
+
+    Needs no network to open.
+    """
+    from tileweave.bench.run import Options, bench_several
+    from tileweave.commands.doctor import diagnose
+    from tileweave.commands.report_page import Contents, page
+
+    file_for(out)
+    shown = _read(results or [])
+    kind, size = place(device, world)
+    if traces or (kind == "cuda" and not shown):
+        need_kernels("tileweave report", kind)
+    if kind == "cuda" and not shown:
+        several = [Options(op, quick=True, seconds=seconds) for op in OPERATORS]
+        limit = (2 * seconds + 300) * len(several)
+        shown = (
+            launch(bench_several, several, world_size=size, device_type=kind, seconds=limit) or []
+        )
+    recorded = (
+        launch(traces_of, kind, world_size=size, device_type=kind, seconds=600) if traces else []
+    )
+    if not is_main_process():  # under torchrun rank 0 writes the page
+        return
+    contents = Contents(
+        diagnose(),
+        paths_here(size),
+        [each for each in shown if each["cases"]],
+        recorded or [],
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    out.write_text(page(contents), "utf-8")
+    console().print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+def paths_here(size: int) -> list[tuple[str, str]]:
+    """Typical calls of every operator, and their plans on ``size`` ranks of this machine."""
+    from tileweave.bench.samples import samples_of
+    from tileweave.commands.doctor import machine_here
+
+    machine = machine_here()
+    return [
+        (what, str(planned(size, machine)))
+        for op in OPERATORS
+        for what, planned in samples_of(op).typical
+    ]
+
+
+def traces_of(member: Member, kind: str) -> list[Trace]:
+    """A recorded call of each operator that can be traced on this kind of device. Collective."""
+    import tileweave as tw
+    from tileweave.bench.cases import Case
+    from tileweave.commands.demo import trace_one
+
+    dtype = "bfloat16" if kind == "cuda" else "float16"
+    found = []
+    for op, spec in SPECS.items():
+        if spec.traced == "stamps" or (spec.traced == "waits" and kind == "cpu"):
+            sizes = ON_GPU if kind == "cuda" else ON_CPU
+            case = Case(op, "report", *sizes, False, "smoke", dtype)
+            found.append(trace_one(member, op, *case.shard(member.world_size), dtype)[0])
+    tw.close()
+    return [trace for trace in found if trace.events]
+
+
+def _read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results in files and folders."""
+    files: list[Path] = []
+    for path in paths:
+        require(path.exists(), f"results in {path}, which is not there", _ALLOWED, "check the path")
+        found = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        require(
+            bool(found), f"results in {path}, which has no .json file", _ALLOWED, "name another"
+        )
+        # a folder may have other files, too
+        files += [each for each in found if not path.is_dir() or _parsed(each) is not None]
+    shown = []
+    for path in files:
+        read = _parsed(path)
+        require(read is not None, f"results in {path}", _ALLOWED, "name another file")
+        shown.append(read)
+    require(not paths or bool(shown), "results in folders without any", _ALLOWED, "name another")
+    return shown
+
+
+def _parsed(path: Path) -> dict[str, Any] | None:
+    """The report in a file; None if it has none."""
+    try:
+        read = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError, RecursionError):
+        return None
+    return read if is_report(read) else None
+
+
+def is_report(read: Any) -> bool:
+    """Whether ``read`` has the form of what ``tileweave bench --json`` writes."""
+    try:
+        return read["op"] in OPERATORS and all(
+            isinstance(case["name"], str)
+            and all(
+                isinstance(timing["median_us"], int | float) or timing["median_us"] is None
+                for timing in case["times"].values()
+            )
+            for case in read["cases"]
+        )
+    except (TypeError, KeyError, AttributeError, InputError):
+        return False

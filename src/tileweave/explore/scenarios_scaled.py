@@ -1,0 +1,85 @@
+"""Scenarios of all_gather_matmul with FP8 operands: rows and their scales under one signal.
+
+Data are whole numbers that FP8 has, scales powers of two that differ between rows, ranks and calls:
+results are exact, and scales of another call or rank are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tileweave.explore.ranks import World
+from tileweave.explore.scenarios import (
+    POOL,
+    Drawn,
+    begin_instance,
+    end_instance,
+    instance_of,
+    triton_config,
+    whole_numbers,
+)
+from tileweave.planning.problem import MatmulConfig, Plan
+
+
+@dataclass(frozen=True)
+class ScaledGather:
+    """``shapes``: (rows, cols, K) of a rank, used in turn; ``kind`` of the scales of x: those of w
+    are ones."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    kind: str = "row"
+    captured: bool = False
+    op: str = "all_gather_matmul"
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul.all_gather_matmul_fused import run_scaled
+        from tileweave.ops.matmul.scaled import FP8, Scaled, ScaledProduct, as_sent, blocks
+
+        seed = (number + drawn.order) % POOL
+        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        count = blocks(depth) if self.kind == "block" else 1
+        whole = whole_numbers((world.size * rows, depth), "x", seed)
+        scale = 2.0 ** whole_numbers((world.size * rows, count), "scale", seed).clamp(-1, 1)
+        w = whole_numbers((cols, depth), "w", rank, seed)
+        want = Scaled(whole, scale, self.kind).value() @ w.t()
+        of_w = "row" if self.kind == "row" else "block"
+        ones = torch.ones((1, cols) if of_w == "row" else (blocks(cols), count))
+        product = ScaledProduct(Scaled(w.to(FP8), ones, of_w), None, self.kind, torch.float16)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        parts = whole[mine].to(FP8), as_sent(scale[mine].clone(), self.kind)
+        out = torch.full(want.shape, float("nan"), dtype=torch.float16)
+        world.transports[rank].captured = self.captured and number > 0
+        plan = Plan("fused", "explored", self.config, world_size=world.size)
+        run_scaled(parts, product, out, world.ranks[rank].group, plan)
+        yield "out", out, want.half()
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
+
+
+_SHARDS = triton_config("copy_engine", kernel="library")
+_KERNEL = triton_config("copy_engine", tile_k=128)
+SCENARIOS = (
+    ScaledGather("FP8, by shards", _SHARDS, ((2, 16, 16), (3, 16, 32)), (1,)),
+    ScaledGather("FP8, by shards, captured", _SHARDS, ((2, 16, 16),), (1,), captured=True),
+    ScaledGather(
+        "FP8, library",
+        triton_config("sm", kernel="library"),
+        ((9, 16, 16), (5, 16, 32)),
+        (1, 2, 3),
+    ),
+    ScaledGather("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 16, 16)), (1, 2)),
+    ScaledGather("FP8, kernel, blocks", _KERNEL, ((16, 16, 160),), (1, 2), kind="block"),
+)

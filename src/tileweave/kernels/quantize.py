@@ -1,0 +1,125 @@
+"""Quantisation of rows to float8_e4m3fn, with one float32 scale for a row or for 128 elements.
+
+    x      [rows, K]      bf16, fp16 or fp32
+    data   [rows, K]      x / scale, rounded to the nearest number of FP8, ties to even
+    scale  [rows], or [K/128, rows] of blocks     max |x| / 448 over the elements that share it
+
+Saturation: quotients are clamped to +-448 before they are rounded, so that no number becomes NaN.
+Where max |x| is below ``LEAST``, the scale is ``LEAST`` / 448, so that a row of zeros stays zeros.
+NaN or an infinity makes the scale NaN or infinite, and NaN of products with that row or block.
+
+One program per row: a row is read once, before any of it is sent. Sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.device.triton.signal import INTERPRETED
+from tileweave.kernels.runtime.launch import Call, Launcher
+
+LEAST = 1e-12  # as torchao has it
+GROUP = 128
+SMALLEST = tl.constexpr(LEAST)
+GREATEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_fp8(value):
+    """The bits (uint8) of fp32 values in float8_e4m3fn; values are within +-448, or NaN.
+
+    The interpreter's own conversion is wrong for ties, subnormals and NaN, so it is done in
+    integers there.
+    """
+    if INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # a float32 has 20 bits of fraction more, and an exponent that is 120 larger
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        # below 2 ** -6 numbers are 2 ** -9 apart, as those of float32 are above 2 ** 14
+        small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        found = tl.where(size < 0x3C800000, small, normal)
+        found = tl.where(size > 0x7F800000, 0x7F, found)
+        return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def greatest_of(values):
+    """The largest |value| of each row of [n, GROUP]; NaN if one is NaN, which tl.max drops."""
+    size = tl.abs(values)
+    missing = tl.max((size != size).to(tl.int32), axis=1)
+    return tl.where(missing != 0, float("nan"), tl.max(size, axis=1))
+
+
+@triton.jit
+def quantized(values, greatest):
+    """(bits of values / scale, scale) of [n, GROUP], of which row i has ``greatest[i]``."""
+    # written so that NaN stays NaN
+    largest = tl.where(greatest < SMALLEST, SMALLEST, greatest)
+    scale = tl.div_rn(largest, tl.full(largest.shape, GREATEST, tl.float32))
+    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+    quotient = tl.where(quotient > GREATEST, GREATEST, quotient)
+    return to_fp8(tl.where(quotient < -GREATEST, -GREATEST, quotient)), scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_kernel(x, data, scale, rows, depth, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """``GROUP`` = ``BLOCK``: one scale for a row, of at most ``BLOCK`` elements; else one for
+    ``GROUP`` elements."""
+    row = tl.program_id(0)
+    begin = row.to(tl.int64) * depth
+    lane = tl.arange(0, BLOCK)
+    if GROUP == BLOCK:
+        values = tl.load(x + begin + lane, mask=lane < depth, other=0.0).to(tl.float32)
+        values = tl.reshape(values, (1, BLOCK))
+        bits, one = quantized(values, greatest_of(values))
+        tl.store(data + begin + lane, tl.reshape(bits, (BLOCK,)), mask=lane < depth)
+        tl.store(scale + row + tl.arange(0, 1), one)
+    else:
+        count: tl.constexpr = BLOCK // GROUP
+        for first in range(0, depth, BLOCK):
+            at = first + lane
+            values = tl.load(x + begin + at, mask=at < depth, other=0.0).to(tl.float32)
+            values = tl.reshape(values, (count, GROUP))
+            bits, each = quantized(values, greatest_of(values))
+            tl.store(data + begin + at, tl.reshape(bits, (BLOCK,)), mask=at < depth)
+            group = first // GROUP + tl.arange(0, count)
+            place = group.to(tl.int64) * rows + row
+            tl.store(scale + place, each, mask=group * GROUP < depth)
+
+
+def quantize_launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
+    """Launches for x [rows, depth], called with x, data as uint8, and the scales, all contiguous.
+
+    in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
+    """
+    block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
+
+    def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> Call:
+        words = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+
+        def changing() -> dict[str, Any]:
+            return {"x": x, "data": data, "scale": scale}
+
+        return Call((x.dtype, *(word % 16 == 0 for word in words)), words, changing)
+
+    fixed = {
+        "rows": rows,
+        "depth": depth,
+        "BLOCK": block,
+        "GROUP": GROUP if in_blocks else block,
+    }
+    return Launcher(
+        quantize_kernel,
+        rows,
+        fixed,
+        pack,
+        ("x", "data", "scale"),
+        num_warps=4 if block <= 4096 else 8,
+    )

@@ -1,0 +1,115 @@
+"""``tileweave.quantize``: a tensor as an FP8 operand (data, scale).
+
+Scales are max |x| / 448 over the elements that share one, and quotients are clamped to +-448
+before they are rounded: no number becomes NaN, whatever torch does with those beyond.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from tileweave.errors import require
+from tileweave.ops.core.registry import interpreting
+from tileweave.ops.matmul.scaled import BLOCK, FP8, GREATEST, blocks
+
+if TYPE_CHECKING:
+    from tileweave.kernels.runtime.launch import Launcher
+
+LEAST = 1e-12  # the least maximum: zeros keep a scale that is not 0
+KINDS = ("tensor", "row", "block", "tile")
+
+
+def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to float8_e4m3fn, with float32 scales: ``x`` is about ``data * scale``.
+
+    For operands of ``all_gather_matmul``, ``matmul_reduce_scatter`` and ``matmul_all_reduce``.
+
+    Parameters
+    ----------
+    x : [..., K]
+        bfloat16, float16 or float32; of ``"tile"`` [N, K].
+
+    kind : str
+        Which elements share a scale. ``"tensor"``: all. ``"row"``: those of a row, also of a row of
+        a weight [N, K]. ``"block"``: 128 along K. ``"tile"``: 128 x 128, for weights that go with
+        ``"block"`` of x.
+
+    Returns
+    -------
+    data : [..., K]
+        float8_e4m3fn: x / scale, clamped to +-448 and rounded to nearest, ties to even.
+    scale : [1], [..., 1], [..., ceil(K/128)], or [ceil(N/128), ceil(K/128)]
+        float32: the largest absolute value of these elements (at least 1e-12) / 448. NaN and
+        infinity make the scale, and so the product, NaN.
+
+    Raises
+    ------
+    InputError
+        (a ValueError) Another dtype, shape or kind.
+    """
+    require(
+        kind in KINDS, f"quantize(x, {kind!r})", ", ".join(map(repr, KINDS)), "pass one of these"
+    )
+    require(
+        x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.dim() >= 1,
+        f"quantize of {x.dtype} {tuple(x.shape)}",
+        "[..., K] of bfloat16, float16 or float32",
+        "convert x",
+    )
+    require(
+        kind != "tile" or x.dim() == 2,
+        f"quantize of {tuple(x.shape)} by tiles",
+        "a weight [N, K]",
+        "pass one weight at a time",
+    )
+    depth = x.shape[-1]
+    if kind in ("row", "block") and not torch.compiler.is_compiling():
+        data, sent = quantize_rows(x.contiguous().view(-1, depth), kind)
+        scale = sent.t() if kind == "block" else sent.view(-1, 1)
+        return data.view(x.shape), scale.reshape(*x.shape[:-1], -1)
+    return _in_torch(x, kind)
+
+
+def quantize_rows(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, K] by ``"row"`` or ``"block"``: data, and the scale as it travels
+    (``scaled.as_sent``), in one launch."""
+    (rows, depth), in_blocks = x.shape, kind == "block"
+    if x.numel() == 0 or not (x.is_cuda or interpreting()):
+        data, scale = _in_torch(x, kind)
+        return data, scale.t().contiguous() if in_blocks else scale.view(-1)
+    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    shape = (blocks(depth), rows) if in_blocks else (rows,)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launcher(rows, depth, in_blocks)(x, data, scale)
+    return data.view(FP8), scale
+
+
+@lru_cache(maxsize=256)
+def _launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
+    from tileweave.kernels.quantize import quantize_launcher
+
+    return quantize_launcher(rows, depth, in_blocks)
+
+
+def _in_torch(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    values, depth = x.float(), x.shape[-1]
+    if kind == "tensor":
+        greatest = values.abs().amax().view(1) if x.numel() else values.new_zeros(1)
+        scale = wide = greatest.clamp(min=LEAST) / GREATEST
+    elif kind == "row":
+        greatest = values.abs().amax(-1, True) if depth else values.new_zeros(*x.shape[:-1], 1)
+        scale = wide = greatest.clamp(min=LEAST) / GREATEST
+    else:
+        more = (0, -depth % BLOCK, *((0, -x.shape[0] % BLOCK) if kind == "tile" else ()))
+        padded = pad(values.abs(), more).unflatten(-1, (-1, BLOCK)).amax(-1)
+        if kind == "tile":
+            padded = padded.unflatten(0, (-1, BLOCK)).amax(1)
+        scale = padded.clamp(min=LEAST) / GREATEST
+        wide = scale.repeat_interleave(BLOCK, -1)[..., :depth]
+        if kind == "tile":
+            wide = wide.repeat_interleave(BLOCK, 0)[: x.shape[0]]
+    return (values / wide).clamp(-GREATEST, GREATEST).to(FP8), scale

@@ -1,0 +1,640 @@
+"""The matmul operators with FP8 operands: ``torch.ops.tileweave.all_gather_scaled_matmul``,
+``scaled_matmul_reduce_scatter`` and ``scaled_matmul_all_reduce``.
+
+The public functions of the operators call these where a call has scales: x and w as in the file of
+the operator, their scales as in ``scaled.py``. What differs:
+
+all_gather_matmul : FP8 data and its scales are sent, half the bytes of 16-bit numbers, under one
+    signal. Scales may differ between ranks, whatever their kind.
+
+matmul_reduce_scatter, matmul_all_reduce : x and w are those of this rank's part of K, with scales
+    of their own. Partial sums are rounded to the dtype of the result, sent, and added in float32 in
+    rank order, as of 16-bit operands.
+
+``quantize`` : x has 16 or 32 bits and is quantised once, by a kernel, before anything is sent.
+
+``quantize_out`` of matmul_all_reduce : the norm becomes FP8, in the launch of the norm where cuBLAS
+    and one launch make the sum, else in one more. Operands may have 16 bits then.
+
+No gradients: calls with tensors that require them are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tileweave.errors import require
+from tileweave.ops import reference
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import (
+    Group,
+    contiguous,
+    define,
+    group_of,
+    log_fallback,
+    machine_of,
+    name_of,
+    rank_and_size,
+)
+from tileweave.ops.matmul import (
+    all_gather_matmul_fused,
+    matmul_all_reduce_fused,
+    matmul_reduce_scatter_fused,
+)
+from tileweave.ops.matmul.inputs import (
+    accept,
+    as_rows,
+    check_operands,
+    check_shape,
+    check_traced,
+    out_as_rows,
+    plan_for,
+)
+from tileweave.ops.matmul.quantize import quantize_rows
+from tileweave.ops.matmul.scaled import (
+    FP8,
+    OUT_DTYPES,
+    Scaled,
+    ScaledProduct,
+    as_sent,
+    blocks,
+    check_scaled,
+    kinds_of,
+    refuse_gradients,
+)
+from tileweave.planning.candidates import FP8_ARCH
+from tileweave.planning.matmul import (
+    plan_all_gather_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_reduce_scatter,
+)
+from tileweave.planning.problem import MatmulConfig, Plan
+
+AG, RS, AR = all_gather_matmul_fused.OP, matmul_reduce_scatter_fused.OP, matmul_all_reduce_fused.OP
+NAMES = {
+    AG: "all_gather_scaled_matmul",
+    RS: "scaled_matmul_reduce_scatter",
+    AR: "scaled_matmul_all_reduce",
+}
+_EPS = 1e-6
+
+
+class Scaling(NamedTuple):
+    """What a public call says about FP8; see ``all_gather_matmul``."""
+
+    x_scale: torch.Tensor | None = None
+    w_scale: torch.Tensor | None = None
+    quantize: str | None = None
+    out_dtype: torch.dtype | None = None
+    fast_accum: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether the call has FP8 operands."""
+        return any(value is not None and value is not False for value in self)
+
+
+class Call(NamedTuple):
+    """A public call as the torch operators take it."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    w: torch.Tensor
+    w_scale: torch.Tensor | None
+    out: torch.Tensor | None
+    out_dtype: str
+    fast_accum: bool
+    quantize: str
+
+
+def as_called(
+    op: str,
+    x: torch.Tensor,
+    w: Any,
+    scaling: Scaling,
+    out: torch.Tensor | None,
+    allowed: str,
+    unsupported: dict[str, object],
+) -> Call:
+    """The arguments of a public call, as rows. Raises for what those no longer show.
+
+    ``unsupported``: arguments that FP8 operands do not go with, by name.
+    """
+    for name, value in unsupported.items():
+        require(
+            value is None or value is False,
+            f"{name}= with FP8 operands",
+            "calls without it",
+            f"drop {name}=, or pass 16-bit operands",
+        )
+    require(
+        isinstance(w, torch.Tensor),
+        f"w of type {type(w).__name__} with scales",
+        "one tensor",
+        "make one call for each weight, or concatenate them",
+    )
+    rows = as_rows(x, w, op)
+    scale = scaling.x_scale
+    if scale is not None and x.dim() > 2 and scale.dim() == x.dim():
+        scale = contiguous(scale, "x_scale", op).flatten(0, -2)
+    dtype = scaling.out_dtype
+    if dtype is None:
+        dtype = torch.bfloat16 if x.dtype in (FP8, torch.float32) else x.dtype
+    return Call(
+        rows,
+        scale,
+        w,
+        scaling.w_scale,
+        out_as_rows(out, x, allowed, w),
+        str(dtype).removeprefix("torch."),
+        bool(scaling.fast_accum),
+        scaling.quantize or "",
+    )
+
+
+def sequence_first(x_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The scale of x [B, S, ..., K] for x [S, B, ..., K]."""
+    if x_scale is None or x_scale.dim() != x.dim() or x.dim() < 3:
+        return x_scale
+    return x_scale.transpose(0, 1)
+
+
+# --- What the three have in common ---
+
+
+def _kind(x: torch.Tensor, x_scale: Any, w: torch.Tensor, w_scale: Any, quantize: str) -> Any:
+    """The kinds of the scales of x and w."""
+    if x_scale is not None:
+        return kinds_of(x_scale, w_scale, x.shape[0], w.shape[0], x.shape[1])
+    made = x.new_empty(x.shape[0], -(-x.shape[1] // 128) if quantize == "block" else 1)
+    return kinds_of(made, w_scale, x.shape[0], w.shape[0], x.shape[1])
+
+
+def _parts(
+    x: torch.Tensor, x_scale: torch.Tensor | None, kind: str, quantize: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 data of x, and its scale as it travels."""
+    if x_scale is None:
+        return quantize_rows(x, quantize)
+    return x, as_sent(x_scale, kind)
+
+
+class Planned(NamedTuple):
+    """A checked call: its plan, its matmul, and what of x is multiplied."""
+
+    chosen: Plan[MatmulConfig]
+    product: Any
+    parts: Any
+
+
+def _prepare(
+    op: str,
+    call: Call,
+    bias: torch.Tensor | None,
+    others: tuple[torch.Tensor | None, ...],
+    results: tuple[torch.Tensor | None, ...],
+    group_name: str,
+    check: Callable[[int], None],
+    options: object = "",
+) -> Planned:
+    """Check and plan a call, and quantise x where it asks for that. Operands without scales have 16
+    or 32 bits.
+
+    others : what is added to the result. results : memory of the caller.
+    """
+    x, w, w_scale = call.x, call.w, call.w_scale
+
+    def checked(size: int) -> None:
+        check(size)
+        machine = machine_of(x.device)
+        require(
+            w_scale is None or machine.backend != "cuda" or machine.arch >= FP8_ARCH,
+            lambda: f"FP8 operands on {machine.name}, of compute capability {machine.arch / 10}",
+            f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
+            "pass operands of 16 bits",
+        )
+
+    refuse_gradients(x, call.x_scale, w, w_scale, bias, *others, *results)
+    chosen = accept(
+        op,
+        group_name,
+        x,
+        w,
+        (call.x_scale, w_scale, bias, *others),
+        results,
+        ("fp8", call.out_dtype, call.fast_accum, call.quantize, options),
+        checked,
+        lambda size: plan(op, x, w, size),
+    )
+    if w_scale is None:
+        from tileweave.ops.matmul.cublas import Plain  # loads triton
+
+        return Planned(chosen, Plain(w, None), (x,))
+    of_x, of_w = _kind(x, call.x_scale, w, w_scale, call.quantize)
+    added = bias if op == AG else None
+    dtype = OUT_DTYPES[call.out_dtype]
+    product = ScaledProduct(Scaled(w, w_scale, of_w), added, of_x, dtype, call.fast_accum)
+    return Planned(chosen, product, _parts(x, call.x_scale, of_x, call.quantize))
+
+
+def plan(op: str, x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+    """The plan of a call with FP8 operands, the same on every rank."""
+    planner = {
+        AG: plan_all_gather_matmul,
+        RS: plan_matmul_reduce_scatter,
+        AR: plan_matmul_all_reduce,
+    }[op]
+    rows = x.shape[0] // size if op == RS else x.shape[0]
+    return plan_for(planner, x, rows, w.shape[0], size, dtype=w.dtype)
+
+
+def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
+    check_scaled(
+        call.x,
+        call.x_scale,
+        call.w,
+        call.w_scale,
+        bias,
+        call.out_dtype,
+        call.fast_accum,
+        call.quantize,
+        *others,
+    )
+
+
+def _check_rows(rows: int, size: int) -> None:
+    require(
+        rows % size == 0,
+        lambda: f"{rows} rows over {size} ranks",
+        "a multiple of the group's size",
+        "pad the rows, or use matmul_all_reduce",
+    )
+
+
+# --- all_gather_matmul ---
+
+
+def _check_gather(call: Call, bias: torch.Tensor | None, size: int) -> None:
+    _check(call, bias, call.out)
+    shape = (size * call.x.shape[0], call.w.shape[0])
+    check_shape("out", call.out, shape, "allocate out with that shape")
+
+
+def _gather(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    made = _prepare(
+        AG, call, bias, (), (out,), group_name, lambda size: _check_gather(call, bias, size)
+    )
+    if made.chosen.config is None:
+        log_fallback(AG, made.chosen)
+        return reference.all_gather_scaled_matmul(
+            made.parts, made.product, group_of(group_name), out
+        )
+    return all_gather_matmul_fused.run_scaled(
+        made.parts, made.product, out, group_name, made.chosen
+    )
+
+
+def _fake_gather(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    size = dist.get_world_size(group_of(group_name))
+    check_traced(lambda: _check_gather(call, bias, size))
+    return x.new_empty(size * x.shape[0], w.shape[0], dtype=OUT_DTYPES[out_dtype])
+
+
+# --- matmul_reduce_scatter ---
+
+
+def _check_scatter(call: Call, bias: torch.Tensor | None, size: int) -> None:
+    _check(call, bias, call.out)
+    _check_rows(call.x.shape[0], size)
+    shape = (call.x.shape[0] // size, call.w.shape[0])
+    check_shape("out", call.out, shape, "allocate out with that shape")
+
+
+def _scatter(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    made = _prepare(
+        RS, call, bias, (), (out,), group_name, lambda size: _check_scatter(call, bias, size)
+    )
+    if made.chosen.config is None:
+        log_fallback(RS, made.chosen)
+        return reference.scaled_matmul_reduce_scatter(
+            made.parts, made.product, bias, group_of(group_name), out
+        )
+    if out is None:
+        rows = x.shape[0] // made.chosen.world_size
+        out = x.new_empty(rows, w.shape[0], dtype=made.product.dtype)
+    matmul_reduce_scatter_fused.run_library(
+        made.parts, made.product, bias, out, group_name, made.chosen
+    )
+    return out
+
+
+def _fake_scatter(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    size = dist.get_world_size(group_of(group_name))
+    check_traced(lambda: _check_scatter(call, bias, size))
+    return x.new_empty(x.shape[0] // size, w.shape[0], dtype=OUT_DTYPES[out_dtype])
+
+
+# --- matmul_all_reduce ---
+
+
+def _check_reduce(
+    call: Call,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    quantize_out: str,
+) -> None:
+    if call.w_scale is None:
+        check_operands(call.x, call.w, bias, residual, norm_weight)
+    else:
+        _check(call, bias, residual, norm_weight, call.out, residual_out)
+    require(
+        quantize_out in ("", "row", "block"),
+        f"quantize_out={quantize_out!r}",
+        "'row', 'block' or None",
+        "pass one of these",
+    )
+    require(
+        not quantize_out or (norm_weight is not None and call.out is None),
+        "quantize_out= without norm_weight, or with out=",
+        "a norm to quantise, without out=",
+        "pass norm_weight and drop out=, or call tw.quantize",
+    )
+    require(
+        call.out is None or (residual_out is None) == (norm_weight is None),
+        "residual_out without norm_weight, or the reverse",
+        "both or neither",
+        "allocate what the call returns",
+    )
+    shape = (call.x.shape[0], call.w.shape[0])
+    check_shape("residual", residual, shape, "one value for each of the result")
+    check_shape("norm_weight", norm_weight, shape[1:], "one weight for each row of w")
+    check_shape("out", call.out, shape, "allocate out with that shape")
+    check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
+
+
+def _reduce(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    quantize_out: str,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    from tileweave.ops.matmul.reduce_by_cublas import Added
+
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    made = _prepare(
+        AR,
+        call,
+        bias,
+        (residual, norm_weight),
+        (out, residual_out),
+        group_name,
+        lambda _: _check_reduce(call, bias, residual, norm_weight, residual_out, quantize_out),
+        (norm_eps, quantize_out),
+    )
+    (rows, _), cols, dtype, config = x.shape, w.shape[0], made.product.dtype, made.chosen.config
+    added = Added(bias, residual, norm_weight, norm_eps, quantize_out)
+    if config is None:
+        log_fallback(AR, made.chosen)
+        group, memory = group_of(group_name), (out, residual_out)
+        y, kept = reference.scaled_matmul_all_reduce(
+            made.parts, made.product, *added[:4], group, *memory
+        )
+        return _as_returned(y, kept, quantize_out)
+    kept = residual_out
+    if kept is None and norm_weight is not None:
+        kept = x.new_empty(rows, cols, dtype=dtype)
+    if config.kernel == "library" and quantize_out:  # by the launch of the norm
+        data = x.new_empty(rows, cols, dtype=torch.uint8)
+        shape = (rows,) if quantize_out == "row" else (blocks(cols), rows)
+        scale = x.new_empty(shape, dtype=torch.float32)
+        matmul_all_reduce_fused.run_library(
+            made.parts, made.product, added, data, kept, group_name, made.chosen, scale
+        )
+        return data.view(FP8), _scale_of(scale, quantize_out), kept
+    y = x.new_empty(rows, cols, dtype=dtype) if out is None else out
+    if config.kernel == "library":
+        matmul_all_reduce_fused.run_library(
+            made.parts, made.product, added, y, kept, group_name, made.chosen
+        )
+    else:
+        matmul_all_reduce_fused.run_fused(x, w, *added[:4], y, kept, group_name, made.chosen)
+    return _as_returned(y, kept, quantize_out)
+
+
+def _as_returned(
+    y: torch.Tensor, kept: torch.Tensor | None, quantize_out: str
+) -> tuple[torch.Tensor, ...]:
+    """(result, scale, residual), empty where there is none."""
+    kept = y.new_empty(0) if kept is None else kept
+    if not quantize_out:
+        return y, y.new_empty(0, dtype=torch.float32), kept
+    data, scale = quantize_rows(y, quantize_out)
+    return data, _scale_of(scale, quantize_out), kept
+
+
+def _scale_of(sent: torch.Tensor, kind: str) -> torch.Tensor:
+    """Scales as they are stored, as those of an operand x."""
+    return sent.view(-1, 1) if kind == "row" else sent.t()
+
+
+def _fake_reduce(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    quantize_out: str,
+    group_name: str,
+    out_dtype: str,
+    fast_accum: bool,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
+    check_traced(
+        lambda: _check_reduce(call, bias, residual, norm_weight, residual_out, quantize_out)
+    )
+    (rows, _), cols = x.shape, w.shape[0]
+    y = x.new_empty(rows, cols, dtype=x.dtype if w_scale is None else OUT_DTYPES[out_dtype])
+    kept = y.new_empty(0) if norm_weight is None else torch.empty_like(y)
+    if not quantize_out:
+        return y, y.new_empty(0, dtype=torch.float32), kept
+    shape = (rows,) if quantize_out == "row" else (-(-cols // 128), rows)
+    scale = x.new_empty(shape, dtype=torch.float32)
+    return torch.empty_like(y, dtype=FP8), _scale_of(scale, quantize_out), kept
+
+
+# --- Public calls, and registration ---
+
+
+def all_gather(
+    call: Call, bias: Any, x: torch.Tensor, name: str, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``all_gather_matmul`` of ``call``; x and out as they were passed."""
+    y = _invoke(AG, call, (bias, name))
+    return _shaped(y, x, out, rank_and_size(name)[1] * x.shape[0] if x.dim() > 2 else 0)
+
+
+def reduce_scatter(
+    call: Call, bias: Any, x: torch.Tensor, name: str, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``matmul_reduce_scatter`` of ``call``; x and out as they were passed."""
+    if x.dim() > 2:
+        _check_rows(x.shape[0], rank_and_size(name)[1])
+    y = _invoke(RS, call, (bias, name))
+    return _shaped(y, x, out, x.shape[0] // rank_and_size(name)[1] if x.dim() > 2 else 0)
+
+
+def _shaped(
+    y: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor | None, first: int
+) -> torch.Tensor:
+    if out is not None:
+        return out
+    assert y is not None, "only the .out form returns nothing"
+    return y if x.dim() == 2 else y.view(first, *x.shape[1:-1], y.shape[-1])
+
+
+def all_reduce(
+    call: Call,
+    added: tuple[Any, ...],
+    residual_out: torch.Tensor | None,
+    name: str,
+    quantize_out: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """``matmul_all_reduce`` of ``call`` and ``added`` (bias, residual, norm_weight, norm_eps):
+    (result, its scale with ``quantize_out``, residual)."""
+    return _invoke(AR, call, (*added, quantize_out, name), residual_out=residual_out)
+
+
+def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
+    name = NAMES[op]
+    options = (call.out_dtype, call.fast_accum, call.quantize)
+    args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
+    if call.w_scale is None and (op != AR or call.w.dtype == FP8 or call.x_scale is not None):
+        _check(call, None)  # what the schema has no place for
+    if call.out is None:
+        return operator(name)(*args)
+    return operator(f"{name}.out")(*args, out=call.out, **results)
+
+
+def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
+    """The plan of a call. ``bias``: also what else is added to the result is checked by calls."""
+    size = rank_and_size(name_of(group))[1]
+    if op == AG:
+        _check_gather(call, bias, size)
+    elif op == RS:
+        _check_scatter(call, bias, size)
+    else:
+        _check(call, bias)
+    return plan(op, call.x, call.w, size)
+
+
+def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any) -> None:
+    name, of_w = NAMES[op], "Tensor? w_scale" if op == AR else "Tensor w_scale"
+    arguments = (
+        f"Tensor x, Tensor? x_scale, Tensor w, {of_w}, Tensor? bias, {more}str group_name,"
+        " str out_dtype, bool fast_accum, str quantize"
+    )
+    define(f"{name}({arguments}) -> {results}", forward, fake)
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        fake(*args, **kwargs)
+
+    define(f"{name}.out({arguments}, *, {outs}) -> ()", forward, checked)
+
+
+def define_gather() -> None:
+    """Define ``all_gather_scaled_matmul``."""
+    _define(AG, "", "Tensor", "Tensor(a!) out", _gather, _fake_gather)
+
+
+def define_scatter() -> None:
+    """Define ``scaled_matmul_reduce_scatter``."""
+    _define(RS, "", "Tensor", "Tensor(a!) out", _scatter, _fake_scatter)
+
+
+def define_reduce() -> None:
+    """Define ``scaled_matmul_all_reduce``."""
+    _define(
+        AR,
+        "Tensor? residual, Tensor? norm_weight, float norm_eps, str quantize_out, ",
+        "(Tensor, Tensor, Tensor)",
+        "Tensor(a!) out, Tensor(b!)? residual_out",
+        _reduce,
+        _fake_reduce,
+    )

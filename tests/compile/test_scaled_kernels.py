@@ -1,0 +1,119 @@
+"""The kernels of FP8 operands, compiled without a GPU: do they fit, and is the cast the one of the
+hardware?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.compile.harness import Compiled
+from tests.compile.ptx_lint import lint
+from tests.compile.test_all_gather_kernels import (
+    COLS,
+    DEPTH,
+    RANK,
+    STACK,
+    WORLD_SIZE,
+    compile_one,
+    endpoint,
+)
+
+from tileweave.kernels.all_gather import hopper
+from tileweave.kernels.all_gather import triton as plain
+from tileweave.kernels.all_reduce import collective
+from tileweave.kernels.all_reduce.norm import norm_quantize_launcher
+from tileweave.kernels.quantize import quantize_launcher
+from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
+from tileweave.planning.candidates import PLANNED
+from tileweave.planning.machine import H200
+from tileweave.planning.matmul import schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
+
+TARGET = "sm_90"
+
+
+def quantizer(depth: int, in_blocks: bool) -> Compiled:
+    launch = quantize_launcher(8, depth, in_blocks)
+    x = torch.empty(8, depth, dtype=torch.bfloat16)
+    data = torch.empty(8, depth, dtype=torch.uint8)
+    scale = torch.empty(-(-depth // 128) if in_blocks else 1, 8)
+    return compile_one(lambda: launch(x, data, scale), TARGET)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
+def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None:
+    compiled = quantizer(8192, in_blocks)
+    assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 128
+    ptx = compiled.ptx or ""
+    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx), "the cast of the tensor cores"
+    assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
+def test_the_quantised_norm_keeps_a_row_in_registers(in_blocks: bool) -> None:
+    launch = norm_quantize_launcher(4, 8192, in_blocks)
+    y, data = torch.empty(4, 8192, dtype=torch.bfloat16), torch.empty(4, 8192, dtype=torch.uint8)
+    scale = torch.empty(64 if in_blocks else 1, 4)
+    compiled = compile_one(lambda: launch(y, y[0], 1e-6, data, scale), TARGET)
+    assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 255
+    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", compiled.ptx or "")
+
+
+def test_the_gather_of_two_parts_fits() -> None:
+    words, scales = 16 * 512 // 4, 16
+    shards = collective.Shards.in_a_row(words + scales, words)
+    peers = endpoint(collective.slot_elements(shards, WORLD_SIZE, False, True), torch.float32)
+    config = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
+    launch = collective.launcher(peers, WORLD_SIZE, RANK, shards, 132, config, False, True)
+    x, scale = torch.empty(words), torch.empty(scales)
+    out = torch.empty(WORLD_SIZE * (words + scales))
+    compiled = compile_one(lambda: launch(x, out, scale), TARGET)
+    assert compiled.spills is not None and compiled.spills <= STACK
+    assert compiled.registers is not None and compiled.registers <= 168
+
+
+def test_the_sum_of_shards_fits() -> None:
+    out = torch.empty(16, 512, dtype=torch.bfloat16)
+    launch = sum_launcher(
+        endpoint(WORLD_SIZE * 16 * 512, out.dtype), WORLD_SIZE, RANK, 16, 512, 132
+    )
+    slot = torch.empty(WORLD_SIZE, 16, 512, dtype=out.dtype)
+    compiled = compile_one(lambda: launch(slot, out, out[0], out), TARGET)
+    assert compiled.spills is not None and compiled.spills <= STACK
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx or "")) >= WORLD_SIZE
+    assert [str(violation) for violation in lint(compiled)] == []
+
+
+WIDE, SQUARE, _ = (c for c in PLANNED["all_gather_matmul"].fp8 if c.kernel == "hopper")
+ROWS, BLOCKS = 1, 2  # Choices.SCALED
+
+
+@pytest.mark.parametrize(
+    ("config", "scaled"),
+    [(WIDE, ROWS), (SQUARE, ROWS), (SQUARE, BLOCKS), (replace(SQUARE, kernel="triton"), BLOCKS)],
+    ids=["wide", "square", "square-blocks", "triton-blocks"],
+)
+def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
+    rows, kind = 256, torch.float8_e4m3fn
+    config = replace(config, num_stages=3) if config.kernel == "triton" else config
+    schedule = schedule_for(Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, ""), config, RANK, H200)
+    x, w = torch.zeros(rows, DEPTH).to(kind), torch.zeros(COLS, DEPTH).to(kind)
+    out = torch.empty(WORLD_SIZE * rows, COLS, dtype=torch.bfloat16)
+    sizes = WORLD_SIZE * rows * DEPTH // 128, rows * DEPTH // 128, COLS * DEPTH // 128
+    scales = [torch.empty(size) for size in sizes]
+    peers = endpoint(schedule.slot_rows * DEPTH, kind)
+    if config.kernel == "hopper":
+        launch = hopper.launcher(
+            peers, schedule, config, kind, w.stride(), None, scaled, torch.bfloat16
+        )
+    else:
+        launch = plain.launcher(peers, schedule, config, None, scaled)
+    compiled = compile_one(lambda: launch(x, w, None, out, None, 0, None, scales), TARGET)
+    assert compiled.fits_shared, compiled.shared_bytes
+    assert compiled.spills is not None and compiled.spills <= STACK
+    shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"
+    assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
+    # scales that peers wrote come from L2
+    assert re.search(r"ld\.global\.cg", compiled.ptx or "")
