@@ -36,9 +36,9 @@ def test_a_weight_is_described_as_it_stands() -> None:
         found = weight(w.data_ptr(), w.dtype, 48, 64, w.stride(), [16, 32])
         assert (found.shape, found.strides, found.block_shape) == (sizes, [stride, 1], tile)
         assert (found.base.data_ptr(), found.base.dtype) == (stored.data_ptr(), torch.float16)
-    held = based([found, found], [16, 32], torch.bfloat16)
+    held = based([found, found], [16, 32])
     assert [(one.base.data_ptr(), one.base.dtype) for one in held] == [
-        (16, torch.bfloat16),
-        (32, torch.bfloat16),
+        (16, torch.float16),
+        (32, torch.float16),
     ]
     assert all(one.shape == found.shape for one in held)

@@ -31,6 +31,7 @@ from tileweave.bench.console import console  # noqa: E402
 from tileweave.bench.environment import WITHOUT_GPUS  # noqa: E402
 from tileweave.bench.report import notes_of, tables_of, why_nothing  # noqa: E402
 from tileweave.commands import app as cli  # noqa: E402
+from tileweave.commands import stress  # noqa: E402
 from tileweave.commands.check import note_on  # noqa: E402
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -54,9 +55,12 @@ def given(
     """The exit code of a command whose world returns ``launched``, its output, and the arguments of
     the world."""
     calls: list[Any] = []
-    monkeypatch.setattr(
-        cli, "launch", lambda function, *args, **named: calls.append((args, named)) or launched
-    )
+    for module in (cli, stress):
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda function, *args, **named: calls.append((args, named)) or launched,
+        )
     done = runner.invoke(cli.app, list(words))
     return done.exit_code, done.output, calls
 

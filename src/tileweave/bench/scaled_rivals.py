@@ -8,7 +8,7 @@ numbers that FP8 operands represent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -175,10 +175,17 @@ class ScaledReduceRivals(ScaledRivals, MatmulAllReduceRivals):
         return lambda: run(parts, next(products), None, None, None, 0.0, group, out)
 
 
-def rivals_of(plain: type[Rivals], scaled: type[Rivals]) -> Callable[..., Rivals]:
-    """What makes the rivals of a case, by whether it has FP8 operands."""
+@dataclass(frozen=True)
+class RivalsOf:
+    """Makes the rivals of a case, by whether it has FP8 operands."""
 
-    def make(case: Case, member: Member, names: tuple[str, ...], seed: int) -> Rivals:
-        return (scaled if case.scales else plain)(case, member, names, seed)
+    plain: type[Rivals]
+    scaled: type[Rivals]
 
-    return make
+    @property
+    def torchs(self) -> tuple[str, ...]:
+        """Operators of torch among the rivals of any case."""
+        return self.plain.torchs
+
+    def __call__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> Rivals:
+        return (self.scaled if case.scales else self.plain)(case, member, names, seed)

@@ -20,7 +20,7 @@ from tileweave.bench.cases import (
 from tileweave.bench.rivals import AllGatherMatmulRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
-from tileweave.bench.scaled_rivals import ScaledGatherRivals, rivals_of
+from tileweave.bench.scaled_rivals import RivalsOf, ScaledGatherRivals
 from tileweave.bench.subjects import AllGatherMatmul, Shape
 from tileweave.planning.matmul import plan_all_gather_matmul
 
@@ -94,7 +94,7 @@ SAMPLES = Samples(
     ],
     smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 96, 128)],
     quick=r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd",
-    rival=rivals_of(AllGatherMatmulRivals, ScaledGatherRivals),
+    rival=RivalsOf(AllGatherMatmulRivals, ScaledGatherRivals),
     bars={
         "fp8": {
             "limit_ratio": Bar(0.93, 0.85),

@@ -20,7 +20,7 @@ from tileweave.bench.cases import (
 from tileweave.bench.rivals import MatmulAllReduceRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
-from tileweave.bench.scaled_rivals import ScaledReduceRivals, rivals_of
+from tileweave.bench.scaled_rivals import RivalsOf, ScaledReduceRivals
 from tileweave.bench.subjects import MatmulAllReduce, Shape
 from tileweave.planning.matmul import plan_matmul_all_reduce
 
@@ -84,7 +84,7 @@ SAMPLES = Samples(
     ],
     smoke=[*smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True), fp8_smoke(OP, 16, 96, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$",
-    rival=rivals_of(MatmulAllReduceRivals, ScaledReduceRivals),
+    rival=RivalsOf(MatmulAllReduceRivals, ScaledReduceRivals),
     bars={
         "fp8 small": {"over_unfused": Bar(worst=0.98)},
         "gemv": {

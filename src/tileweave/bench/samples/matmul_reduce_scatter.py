@@ -21,7 +21,7 @@ from tileweave.bench.cases import (
 from tileweave.bench.rivals import MatmulReduceScatterRivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
-from tileweave.bench.scaled_rivals import ScaledScatterRivals, rivals_of
+from tileweave.bench.scaled_rivals import RivalsOf, ScaledScatterRivals
 from tileweave.bench.subjects import MatmulReduceScatter, Shape
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 
@@ -84,7 +84,7 @@ SAMPLES = Samples(
     ],
     smoke=[*smoke_cases(OP, (256, 64, 256), (32, 96, 128)), fp8_smoke(OP, 64, 96, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd",
-    rival=rivals_of(MatmulReduceScatterRivals, ScaledScatterRivals),
+    rival=RivalsOf(MatmulReduceScatterRivals, ScaledScatterRivals),
     bars={
         "fp8": {
             "limit_ratio": Bar(0.90),
