@@ -336,6 +336,48 @@ def test_store_that_does_not_answer(three: list[Rank], monkeypatch: pytest.Monke
     assert found == [(1, ["0", "1", "2"])] * 3
 
 
+class Stopped(dist.Store):
+    """A store that answers nothing before it is resumed, then does what it was asked."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.resumed = store, threading.Event()
+
+    def add(self, key: str, value: int) -> int:
+        assert self.resumed.wait(10)
+        return self.store.add(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        time.sleep(0.1)  # peers read it before this rank does anything else
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.store.compare_set(key, expected, desired)
+
+
+def test_peers_do_not_go_on_with_a_call_that_a_silent_store_ended(
+    three: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the ended call still adds its text. Peers that find it wait for the next."""
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.1")
+    monkeypatch.setattr(group_store, "GRACE", 0.1)
+    stopped = Stopped(three[0].store)
+    group_store._CONNECTIONS[three[0]] = stopped  # type: ignore[index]
+    text = said(meet, "old", three[0], "a call")
+    assert "PeerTimeout: a call: rank 0 waited 0.1 s for the store of its group" in text
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "5")
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(meet, f"{rank}", three[rank], "a call") for rank in (1, 2)]
+        time.sleep(0.1)
+        stopped.resumed.set()
+        time.sleep(0.3)
+        found.append(pool.submit(meet, "0", three[0], "a call"))
+        assert [job.result(timeout=10) for job in found] == [(2, ["0", "1", "2"])] * 3
+
+
 def test_store_that_is_gone(three: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> bool:
         raise dist.DistNetworkError("Failed to recv, got 0 bytes")

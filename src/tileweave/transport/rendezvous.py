@@ -103,6 +103,8 @@ def _meet(
         # the number is in the store, which may outlive the group and serve the next one
         number = store.add(f"last-of-{rank}", 1)
         keys = [f"{number}/{other}" for other in range(size)]
+        if talk.left:  # the store was silent; ranks that read the text below must not go on alone
+            _end(store, number, _GIVEN_UP)
         store.set(keys[rank], _CLOSED_PREFIX + text if closed_here else text)
         if talk.wait(keys, store, seconds):
             end = _end(store, number, _MET)
