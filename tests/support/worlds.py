@@ -94,9 +94,19 @@ def _next(pipe: Connection) -> tuple[str, str, tuple[object, ...]] | None:
 
 def _attempt(function: Callable[[], object]) -> Answer:
     try:
-        return Answer(True, function())
+        return Answer(True, function(), _history())
     except BaseException:
         return Answer(False, traceback.format_exc())
+
+
+def _history() -> History:
+    """How many calls of each group this rank has made, and which of them broke off."""
+    if "tileweave.transport.workspace" not in sys.modules:
+        return {}
+    registry = sys.modules["tileweave.transport.workspace"].REGISTRY
+    names = {name for name, _ in (*registry._workspaces, *registry._broken)}
+    made = {name: one.ledger.calls for (name, _), one in registry._workspaces.items()}
+    return {name: (made.get(name), registry.broken_off(name)) for name in names}
 
 
 def _device(rank: int, backend: str) -> torch.device:
@@ -134,12 +144,17 @@ def gpu_ranks() -> int:
     return int(os.environ.get(ON_ONE_GPU, 0)) or torch.cuda.device_count()
 
 
+History = dict[str, tuple[int | None, str]]
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends at the end of a job: the value, or a traceback."""
+    """What a rank sends at the end of a job: the value and what it leaves to the next job, or a
+    traceback."""
 
     ok: bool
     value: object
+    history: History = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +218,18 @@ class World:
                 f"{function.__name__} in a world of {self.size} over {self.backend}, {timeout:g} s",
                 answers,
             )
+        self._require_common_history(function.__name__, [one.history for one in answers.values()])
         return [answers[rank].value for rank in range(self.size)]
+
+    def _require_common_history(self, job: str, histories: list[History]) -> None:
+        """Later jobs share the world, and a call that only some ranks have made would meet them."""
+        for name in set().union(*histories):
+            (one, *others) = [history[name] for history in histories if name in history]
+            if any(other != one for other in others):
+                self.kill()
+                pytest.fail(
+                    f"{job} ends without tw.close(), but ranks made other calls: {one}, {others}"
+                )
 
     def run_to_the_end(
         self, function: Callable[..., object], *args: object, timeout: float
