@@ -284,14 +284,21 @@ def _compiled(node: ast.FunctionDef, file: str, function: FunctionType, jit: boo
 
     node.decorator_list = []
     node.returns = None
-    whole: Any = ast.Module([node], [])
+    body: list[ast.stmt] = [node]
+    free = function.__code__.co_freevars  # such as the class that super() needs
+    if free:
+        around = ast.parse(f"def around():\n {' = '.join(free)} = None\n return {node.name}")
+        outer: Any = around.body[0]
+        outer.body.insert(1, node)
+        body = around.body
+    whole: Any = ast.Module(body, [])
     if jit:
         whole = triton_interpreter.FunctionRewriter.ast_transformer.visit(whole)
     ast.fix_missing_locations(whole)
     names: dict[str, Any] = {}
     code = compile(whole, str(SOURCE / file), "exec")
     exec(code, function.__globals__, names)
-    return names[node.name].__code__
+    return (names["around"]() if free else names[node.name]).__code__
 
 
 def _functions() -> dict[tuple[str, str], list[tuple[FunctionType, bool]]]:
