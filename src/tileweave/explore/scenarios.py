@@ -26,7 +26,13 @@ from tileweave.transport.protocol import EPOCH
 # has several slices.
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
+    ("tileweave.kernels.all_gather.await_shards", "BLOCK", 16),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
+    ("tileweave.kernels.all_reduce.norm", "BLOCK", 64),
+    ("tileweave.kernels.embedding.jagged", "BLOCK", 4),
+    ("tileweave.kernels.embedding.table_sums", "GROUP", 2),
+    ("tileweave.kernels.embedding.table_sums", "FLIGHT", 2),
+    ("tileweave.kernels.embedding.table_sums", "KEYS", 16),
     # so that some programs push gradients, and some do not
     ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),
     ("tileweave.kernels.embedding.gradient", "EVERY", 2),
@@ -219,7 +225,7 @@ class ConcurrentGather:
     shapes: tuple[tuple[int, int], ...]
     captured: bool = False
     op: str = "all_gather_matmul"
-    programs: tuple[int, ...] = (1,)
+    programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
