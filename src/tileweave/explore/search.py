@@ -19,6 +19,7 @@ from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.scenarios_local import SCENARIOS as LOCAL
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
+from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
 
@@ -45,6 +46,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *DISPATCH,
     *EXCHANGES,
     *LOCAL,
+    *WORKSPACES,
 )
 Enter = Callable[[World | None], None]
 
