@@ -104,7 +104,11 @@ def invoke(case: Case, given: dict[str, torch.Tensor], **more: object) -> torch.
         more["quantize"] = case.kinds[0]
     if case.norm:
         more["norm_eps"] = EPS
-    y = getattr(tw, case.op)(**named, out_dtype=case.dtype, **more)
+    torch.set_default_dtype(torch.bfloat16)  # as inference engines do; scales stay float32
+    try:
+        y = getattr(tw, case.op)(**named, out_dtype=case.dtype, **more)
+    finally:
+        torch.set_default_dtype(torch.float32)
     return y[0] if isinstance(y, tuple) else y
 
 
