@@ -13,6 +13,7 @@ import torch
 from tileweave.explore.memory import CELL, Memory, Region, Store
 from tileweave.explore.tasks import Strategy, Task, Tasks
 from tileweave.planning.machine import CPU, Machine
+from tileweave.planning.topology import Topology
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
@@ -40,7 +41,7 @@ class Rank:
 class World:
     """R ranks in this process. ``resident`` programs of a rank run at once (None: all), in order of
     their ids, and are on ``multiprocessors`` in turn.
-    ``cell_bytes``: of the elements of slots, if less than 4."""
+    ``cell_bytes``: of the elements of slots, if less than 4. Ranks are divided into ``nodes``."""
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class World:
         recording: bool = False,
         multiprocessors: int = 1,
         cell_bytes: int = CELL,
+        nodes: int = 1,
     ) -> None:
         self.size, self.resident = size, resident
+        self.topology = Topology(tuple(rank * nodes // size for rank in range(size)))
         self.multiprocessors, self.cell_bytes = multiprocessors, cell_bytes
         self.memory = Memory(size * COMPONENTS)
         self.tasks = Tasks(self.memory, strategy, recording)
@@ -65,7 +68,7 @@ class World:
         for rank, transport in zip(self.ranks, self.transports, strict=True):
             rank.group = f"explored rank {rank.rank}"
             REGISTRY.get(rank.group, transport.device, lambda t=transport: t).ledger.open(
-                [], rank.rank
+                {}, rank.rank
             )
 
     def _rank(self, rank: int) -> Rank:
@@ -317,6 +320,7 @@ class ModelTransport:
         self.device = torch.device("cpu")
         self.rank, self.world_size = rank.rank, world.size
         self.machine: Machine = world.machine
+        self.topology = world.topology
         self.watch: Watcher | None = None
         self.captured = False
         self._world = world
@@ -324,8 +328,8 @@ class ModelTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         return self._world.allocate(nbytes)
 
-    def share(self, nbytes: int) -> list[bytearray]:
-        return []  # ranks of one process do not compare calls
+    def share(self, nbytes: int) -> dict[int, bytearray]:
+        return {}  # ranks of one process do not compare calls
 
     def barrier(self) -> None:
         self._world.barrier()
