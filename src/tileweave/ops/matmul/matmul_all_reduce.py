@@ -39,6 +39,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
@@ -47,7 +48,6 @@ from tileweave.ops.core.registry import (
     group_of,
     log_fallback,
     name_of,
-    rank_and_size,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul import scaled_operators as fp8
@@ -75,6 +75,7 @@ from tileweave.ops.matmul.warmup import (
 )
 from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 EPS = 1e-6
 
@@ -319,9 +320,9 @@ def check_inputs(
     check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], size)
+    return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], ranks)
 
 
 def _forward(
@@ -349,7 +350,7 @@ def _forward(
         (out, residual_out),
         norm_eps,
         lambda size: check_inputs(*inputs, out, residual_out),
-        lambda size: plan(x, w, size),
+        lambda ranks: plan(x, w, ranks),
     )
     if chosen.config is None:
         log_fallback(OP, chosen)
@@ -466,7 +467,7 @@ def explain(
         call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, {"main_grad": main_grad})
         return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
-    return plan(rows, w, rank_and_size(name_of(group))[1])
+    return plan(rows, w, known_topology_of(name_of(group)))
 
 
 def warmup(

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
@@ -60,6 +61,7 @@ from tileweave.ops.matmul.scaled import (
     OUT_DTYPES,
     Scaled,
     ScaledProduct,
+    aligned,
     as_sent,
     blocks,
     check_scaled,
@@ -73,6 +75,7 @@ from tileweave.planning.matmul import (
     plan_matmul_reduce_scatter,
 )
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 AG, RS, AR = all_gather_matmul_fused.OP, matmul_reduce_scatter_fused.OP, matmul_all_reduce_fused.OP
 NAMES = {
@@ -180,7 +183,7 @@ def _parts(
     """FP8 data of x, and its scale as it travels."""
     if x_scale is None:
         return quantize_rows(x, quantize)
-    return x, as_sent(x_scale, kind)
+    return aligned(x), as_sent(x_scale, kind)
 
 
 class Planned(NamedTuple):
@@ -217,6 +220,14 @@ def _prepare(
             f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
             "pass operands of 16 bits",
         )
+        if w_scale is not None and machine.backend == "cuda" and not machine.hopper:
+            kind, _ = _kind(x, call.x_scale, w, w_scale, call.quantize)
+            require(
+                kind != "block",
+                f"scales of blocks on {machine.name}, of compute capability {machine.arch / 10}",
+                "9.0, for which cuBLAS has them",
+                "quantise by rows",
+            )
 
     refuse_gradients(x, call.x_scale, w, w_scale, bias, *others, *results)
     chosen = accept(
@@ -228,7 +239,7 @@ def _prepare(
         results,
         ("fp8", call.out_dtype, call.fast_accum, call.quantize, options),
         checked,
-        lambda size: plan(op, x, w, size),
+        lambda ranks: plan(op, x, w, ranks),
     )
     if w_scale is None:
         from tileweave.ops.matmul.cublas import Plain  # loads triton
@@ -241,15 +252,15 @@ def _prepare(
     return Planned(chosen, product, _parts(x, call.x_scale, of_x, call.quantize))
 
 
-def plan(op: str, x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+def plan(op: str, x: torch.Tensor, w: torch.Tensor, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of a call with FP8 operands, the same on every rank."""
     planner = {
         AG: plan_all_gather_matmul,
         RS: plan_matmul_reduce_scatter,
         AR: plan_matmul_all_reduce,
     }[op]
-    rows = x.shape[0] // size if op == RS else x.shape[0]
-    return plan_for(planner, x, rows, w.shape[0], size, dtype=w.dtype)
+    rows = x.shape[0] // ranks.size if op == RS else x.shape[0]
+    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=w.dtype)
 
 
 def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
@@ -601,7 +612,7 @@ def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
         _check_scatter(call, bias, size)
     else:
         _check(call, bias)
-    return plan(op, call.x, call.w, size)
+    return plan(op, call.x, call.w, known_topology_of(name_of(group)))
 
 
 def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any) -> None:
