@@ -462,19 +462,19 @@ class AllReduceInChunks:
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 12, 20)), (1, 2, 3)),
+    AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 17, 17)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", triton_config("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
     AllGatherMatmul(
-        "sm, spans, gathered", triton_config("sm"), ((3, 16, 20), (9, 8, 16)), (2, 3), gathered=True
+        "sm, spans, gathered", triton_config("sm"), ((3, 17, 17), (9, 8, 16)), (2, 3), gathered=True
     ),
     AllGatherMatmul(
-        "sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 12, 20),), (2, 3)
+        "sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 17, 17),), (2, 3)
     ),
     AllGatherMatmul(
         "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
     ),
     AllGatherMatmul(
-        "copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 12, 20)), (1, 2)
+        "copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 9, 17)), (1, 2)
     ),
     AllGatherMatmul(
         "copy engine, captured",
@@ -507,13 +507,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     ConcurrentGather("concurrent gather", ((2, 16), (3, 8))),
     ConcurrentGather("concurrent gather, captured", ((2, 16),), captured=True),
     MatmulReduce(
-        "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 12, 20)), (1, 2, 3)
+        "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 17, 17)), (1, 2, 3)
     ),
     MatmulReduce(
         "sm, spans",
         "matmul_reduce_scatter",
         triton_config("sm"),
-        ((12, 32, 16), (24, 12, 20)),
+        ((12, 32, 16), (24, 17, 17)),
         (1, 2),
     ),
     MatmulReduce(
@@ -523,7 +523,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "copy engine",
         "matmul_reduce_scatter",
         triton_config("copy_engine"),
-        ((64, 16, 16), (54, 12, 20)),
+        ((64, 16, 16), (54, 17, 17)),
         (1, 2, 3),
     ),
     MatmulReduce(
@@ -570,10 +570,10 @@ SCENARIOS: tuple[Scenario, ...] = (
         ((24, 16, 16), (5, 32, 16), (1, 8, 16)),
         (1, 2, 3),
     ),
-    OneShot("one shot", triton_config("sm", shots=1), ((3, 20, 12), (5, 44, 20)), norm=False),
-    OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 20, 12), (3, 16, 20)), norm=True),
+    OneShot("one shot", triton_config("sm", shots=1), ((3, 17, 17), (5, 33, 12)), norm=False),
+    OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
     AllReduceInChunks(
-        "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 12, 20))
+        "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 9, 17))
     ),
     AllReduceInChunks(
         "in chunks, captured",

@@ -148,7 +148,7 @@ DISPATCH = (
     Routing("many experts", (5,), None, 3, 3),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
-    Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (20, 12), programs=(2, 3)),
+    Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
     ),

@@ -128,7 +128,7 @@ _ALL = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1
 _QKV, _PROJECTION = Exchange(1, 0), Exchange(0, 1)
 
 SCENARIOS = (
-    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 12, 20)), _ALL, (1, 2, 3)),
+    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 17, 17)), _ALL, (1, 2, 3)),
     Exchanged("sm, cut", OUT, triton_config("sm", tile_k=8), ((16, 16, 48),), (_QKV,), (2, 3)),
     Exchanged(
         "library",
@@ -142,7 +142,7 @@ SCENARIOS = (
         "copy engine",
         OUT,
         triton_config("copy_engine"),
-        ((32, 24, 16), (17, 12, 20)),
+        ((32, 24, 16), (17, 9, 17)),
         _ALL,
         (1, 2, 3),
     ),
@@ -155,7 +155,7 @@ SCENARIOS = (
         (1, 2),
         captured=True,
     ),
-    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 12, 20)), _ALL, (1, 2, 3)),
+    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 17, 17)), _ALL, (1, 2, 3)),
     Exchanged(
         "library",
         IN,
@@ -166,7 +166,7 @@ SCENARIOS = (
         kept=True,
     ),
     Exchanged(
-        "copy engine", IN, triton_config("copy_engine"), ((32, 16, 16), (18, 12, 20)), _ALL, (1, 2)
+        "copy engine", IN, triton_config("copy_engine"), ((32, 16, 16), (18, 17, 17)), _ALL, (1, 2)
     ),
     Exchanged(
         "copy engine, kept",
