@@ -90,6 +90,7 @@ class Dispatch:
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.kernels.experts.rows import gather_rows
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
@@ -103,8 +104,13 @@ class Dispatch:
         world.know(rank, "plan", plan.table)
         y = torch.full((plan.bound, self.sizes[0]), float("nan"))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        run_fused(x.clone(), experts, plan, y, world.ranks[rank].group, self.config, kept)
-        yield "y", y[: len(want)], want
+        x, count = x.clone(), len(want)
+        peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
+        yield "y", y[:count], want
+        rows = gather_rows(x, peers, plan.fields, self.experts, most, self.topk, rank, world.size)
+        whole = [whole_numbers((most, self.sizes[1]), "x", r, seed) for r in range(world.size)]
+        tokens = torch.cat(whole)[plan.row_entry[:count].long() // self.topk]
+        yield "gathered rows", rows[:count], tokens
         for row, entry in enumerate(plan.row_entry[: len(want)].tolist()):
             source, token = entry // (most * self.topk), entry // self.topk % most
             if source != rank:

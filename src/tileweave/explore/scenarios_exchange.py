@@ -20,6 +20,7 @@ from tileweave.explore.scenarios import (
     instance_of,
     laid,
     operand,
+    placed,
     product,
     triton_config,
     whole_numbers,
@@ -78,11 +79,12 @@ class Exchanged:
         out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
+        x = placed(x, turn)
         if self.op == OUT:
-            run_out(x.clone(), w, None, out, exchange, world.ranks[rank].group, plan)
+            run_out(x, w, None, out, exchange, world.ranks[rank].group, plan)
         else:
             got = torch.full_like(exchanged, float("nan")) if self.kept else None
-            run_in(x.clone(), w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
+            run_in(x, w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
             if got is not None:
                 yield "exchanged", got, exchanged
         yield "out", out, want
