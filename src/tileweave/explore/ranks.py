@@ -159,7 +159,7 @@ class World:
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
-            cell_bytes = 2 if tensor.element_size() == 2 else CELL
+            cell_bytes = min(tensor.element_size(), CELL)
             known = Region(f"rank {rank} {name}", start, start + nbytes, cell_bytes=cell_bytes)
             self.memory.add(known)
             self.kept.append(tensor)  # so that its address is not used again
