@@ -49,7 +49,9 @@ from tileweave.ops.core.registry import (
     rank_and_size,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
+from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
+from tileweave.ops.matmul import scaled_training as training
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -140,9 +142,12 @@ def matmul_all_reduce(
         a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
         of 16. No gradients.
 
-    quantize : "row" or "block", optional
-        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
-        elements. In place of ``x_scale``.
+    quantize : str, optional
+        ``"row"`` or ``"block"``: x has 16 or 32 bits, w is FP8: x is quantised, once per row, with
+        a scale per row or per 128 elements. In place of ``x_scale``.
+        ``"rowwise"`` or ``"rowwise_with_gw_hp"``: for FP8 training. x and w have 16 bits and
+        gradients, and are quantised in the call and in its backward by torchao's recipe of that
+        name.
 
     out_dtype : torch.dtype, optional
         With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
@@ -194,9 +199,17 @@ def matmul_all_reduce(
     )
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.trains:
+        refused = {
+            "residual": residual,
+            "norm_weight": norm_weight,
+            "quantize_out": quantize_out,
+            "out": out,
+        }
+        return training.call(OP, x, w, bias, scaling, name, refused)
     if scaling.given or quantize_out is not None:
-        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, {})
+        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, {})
         added = (bias, given, norm_weight, norm_eps)
         found = fp8.all_reduce(call, added, flat_residual, name, quantize_out or "")
         if out is not None:
@@ -422,9 +435,11 @@ def explain(
     rows, given, flat, flat_residual = _as_called(
         x, w, bias, residual, norm_weight, out, residual_out
     )
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.trains:
+        return training.explain(OP, x, w, bias, scaling, group)
     if scaling.given:
-        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, {})
+        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, {})
         return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
     return plan(rows, w, rank_and_size(name_of(group))[1])
@@ -465,6 +480,11 @@ def warmup(
     return warm_up(rows, x, call, planned, backward, group)
 
 
+def _define_more() -> None:
+    fp8.define_reduce()
+    training.define_training(OP)
+
+
 SPEC = OperatorSpec(
     call=matmul_all_reduce,
     arguments="Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight,"
@@ -478,5 +498,5 @@ SPEC = OperatorSpec(
     backward=Backward(_setup_context, _gradients),
     reference=reference.matmul_all_reduce,
     kernel="tileweave.kernels.all_reduce.one_shot",
-    define_more=fp8.define_reduce,
+    define_more=_define_more,
 )
