@@ -35,6 +35,9 @@ class Colwise(ParallelStyle):
         The dimension of x whose rows are sharded over ranks: they are gathered. None: x is the same
         on every rank.
 
+    fp8 : str, optional
+        The recipe of FP8 training, as of the layer.
+
     Raises
     ------
     InputError
@@ -42,15 +45,16 @@ class Colwise(ParallelStyle):
         size.
     """
 
-    def __init__(self, *, sequence_dim: int | None = None) -> None:
+    def __init__(self, *, sequence_dim: int | None = None, fp8: str | None = None) -> None:
         super().__init__()
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.fp8 = sequence_dim, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         gather, dim = self.sequence_dim is not None, self.sequence_dim or 0
         options = {"gather": gather, "dim": dim, "save_gathered": False}
         source = self.src_data_rank
-        return ColumnParallelLinear.take_over(module, device_mesh, source, **options)
+        made = ColumnParallelLinear.take_over(module, device_mesh, source, **options)
+        return made.train_in_fp8(self.fp8)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
@@ -65,6 +69,9 @@ class Rowwise(ParallelStyle):
     sequence_dim : int, optional
         The dimension of y whose rows are scattered over ranks. None: y is the same on every rank.
 
+    fp8 : str, optional
+        The recipe of FP8 training, as of the layer.
+
     Raises
     ------
     InputError
@@ -72,14 +79,15 @@ class Rowwise(ParallelStyle):
         size.
     """
 
-    def __init__(self, *, sequence_dim: int | None = None) -> None:
+    def __init__(self, *, sequence_dim: int | None = None, fp8: str | None = None) -> None:
         super().__init__()
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.fp8 = sequence_dim, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         options = {"scatter": self.sequence_dim is not None, "dim": self.sequence_dim or 0}
         source = self.src_data_rank
-        return RowParallelLinear.take_over(module, device_mesh, source, **options)
+        made = RowParallelLinear.take_over(module, device_mesh, source, **options)
+        return made.train_in_fp8(self.fp8)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
