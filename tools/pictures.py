@@ -3,6 +3,7 @@
     python tools/pictures.py           # all of them
     python tools/pictures.py bound     # time over the bound, of every measured case
     python tools/pictures.py timeline  # one interpreted call of all_gather_matmul
+    python tools/pictures.py bytes     # what a token of an MoE layer sends, for random routers
 
 Needs the extras cli, plot and demo.
 """
@@ -14,14 +15,17 @@ import os
 import statistics
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from tileweave.bench.measured_page import runs_of
 from tileweave.bench.rivals import CORUN, OURS, TORCHS, UNFUSED
 from tileweave.bench.samples import samples_of
 from tileweave.commands.demo import trace_of_case
 from tileweave.launcher import end_with, launch
+from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 from tileweave.profile.plot import draw_time_line, legend_of
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +41,7 @@ MACHINES = {"4xH200": "4 H200", "2xH100": "2 H100"}
 COLOURS = {OURS: "#0072B2", UNFUSED: "#777777", "torch": "#E69F00"}
 NAMES = {OURS: "tileweave", UNFUSED: "NCCL + cuBLAS", "torch": "torch's best fused operator"}
 OFFSETS = (0.27, 0.0, -0.27)  # of the rivals in a row
+EXPERT_RANKS = 8  # of the picture of bytes
 LEAST, MOST = 0.5, 4.0  # of the axis; larger values are drawn at its end
 
 
@@ -120,15 +125,57 @@ def draw_timeline(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def sent_per_token(router: torch.nn.Module, hidden: int) -> tuple[float, float]:
+    """Rows that leave the GPU of a token: one for each choice, and one for each GPU."""
+    ids = router(torch.randn(8192, hidden))[1] // (router.weight.shape[0] // EXPERT_RANKS)
+    other = torch.nn.functional.one_hot(ids, EXPERT_RANKS)[..., 1:]  # tokens are on rank 0
+    return float(other.sum()) / len(ids), float(other.amax(1).sum()) / len(ids)
+
+
+def draw_bytes(path: Path) -> None:
+    """Two bars for each model: a row per choice, and a row per GPU."""
+    torch.manual_seed(0)
+    routers = {
+        "Mixtral 8x7B\n2 of 8 experts": (SoftmaxTopK(4096, 8, 2), 4096),
+        "gpt-oss-120b\n4 of 128": (SoftmaxTopK(2880, 128, 4), 2880),
+        "Qwen3-30B-A3B\n8 of 128": (SoftmaxTopK(2048, 128, 8), 2048),
+        "DeepSeek-V3\n8 of 256, in 4 groups": (
+            SigmoidTopK(7168, 256, 8, groups=8, top_groups=4),
+            7168,
+        ),
+    }
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, (router, hidden) in enumerate(routers.values()):
+        rows = sent_per_token(router, hidden)
+        for side, count, key in ((0.2, rows[0], UNFUSED), (-0.2, rows[1], OURS)):
+            kib = count * hidden * 2 / 1024
+            axes.barh(-number + side, kib, height=0.36, color=COLOURS[key])
+            axes.text(kib, -number + side, f" {kib:.0f}", va="center", fontsize=12)
+    axes.set_yticks([-n for n in range(len(routers))], list(routers), fontsize=12)
+    axes.tick_params(axis="x", labelsize=12)
+    axes.margins(x=0.08)
+    axes.set_xlabel(
+        f"KiB that a token sends to other GPUs (bf16, experts on {EXPERT_RANKS} GPUs)", fontsize=12
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    names = {UNFUSED: "a row for each choice (all-to-all)", OURS: "a row for each GPU (tileweave)"}
+    handles = [Patch(color=COLOURS[key], label=name) for key, name in names.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=12)
+    figure.savefig(path, dpi=110)
+
+
 DRAWN = {
     "bound": (draw_bound, "over-the-bound.png"),
     "timeline": (draw_timeline, "timeline.png"),
+    "bytes": (draw_bytes, "bytes.png"),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("which", nargs="*", help="bound, timeline; default: all")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(DRAWN)}; default: all")
     PICTURES.mkdir(exist_ok=True)
     for name in parser.parse_args().which or DRAWN:
         draw, file = DRAWN[name]

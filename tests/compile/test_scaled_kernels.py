@@ -51,6 +51,11 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None
     assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
 
 
+def test_the_quantiser_keeps_long_rows_in_registers() -> None:
+    compiled = quantizer(53248, False)
+    assert compiled.spills is not None and compiled.spills <= 128, compiled.spills
+
+
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
 def test_the_quantised_norm_keeps_a_row_in_registers(in_blocks: bool) -> None:
     launch = norm_quantize_launcher(4, 8192, in_blocks)

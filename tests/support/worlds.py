@@ -100,13 +100,13 @@ def _attempt(function: Callable[[], object]) -> Answer:
 
 
 def _history() -> History:
-    """How many calls of each group this rank has made, and which of them broke off."""
+    """For each group of this rank: how many calls it has made, and which of them broke off."""
     if "tileweave.transport.workspace" not in sys.modules:
         return {}
     registry = sys.modules["tileweave.transport.workspace"].REGISTRY
-    names = {name for name, _ in (*registry._workspaces, *registry._broken)}
     made = {name: one.ledger.calls for (name, _), one in registry._workspaces.items()}
-    return {name: (made.get(name), registry.broken_off(name)) for name in names}
+    names = dist.distributed_c10d._world.pg_names.values()
+    return {name: (made.get(name, 0), registry.broken_off(name)) for name in names}
 
 
 def _device(rank: int, backend: str) -> torch.device:
@@ -144,7 +144,7 @@ def gpu_ranks() -> int:
     return int(os.environ.get(ON_ONE_GPU, 0)) or torch.cuda.device_count()
 
 
-History = dict[str, tuple[int | None, str]]
+History = dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)

@@ -104,17 +104,25 @@ class World:
     # --- Launches ---
 
     def launch(self, grid: tuple[int, int, int], body: Callable[[], None]) -> None:
-        """Run ``body`` in each program of ``grid``. Returns when all have ended and their stores
-        are visible."""
-        rank, count = self.rank, grid[0] * grid[1] * grid[2]
-        if count > MAX_PROGRAMS:
-            raise ValueError(
-                f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape"
-            )
+        """Run ``body`` in each program of ``grid``, at most ``MAX_PROGRAMS`` at once. Returns when
+        all have ended and their stores are visible."""
         indices = [
             (x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
         ]
-        number_of_launch = self.memory.begin_launch(rank.host.clock)
+        number_of_launch = self.memory.begin_launch(self.rank.host.clock)
+        for first in range(0, len(indices), MAX_PROGRAMS):
+            some = indices[first : first + MAX_PROGRAMS]
+            self._launch(grid, some, number_of_launch, body)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        indices: list[tuple[int, int, int]],
+        number_of_launch: int,
+        body: Callable[[], None],
+    ) -> None:
+        """Run these programs of a launch."""
+        rank, count = self.rank, len(indices)
         waiting, running, left = list(range(count)), set[int](), set(range(count))
 
         def start_more() -> None:

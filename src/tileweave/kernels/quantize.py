@@ -121,5 +121,5 @@ def quantize_launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
         fixed,
         pack,
         ("x", "data", "scale"),
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=4 if block <= 4096 else min(32, max(8, block // 2048)),
     )

@@ -310,7 +310,7 @@ def _fused_call(
                 for begin in (0, instance.slot_bytes)
             )
             with torch.inference_mode(False):  # later calls write to it
-                scales += (torch.empty(scaled.shape, device=x.device),)
+                scales += (torch.empty(scaled.shape, dtype=torch.float32, device=x.device),)
         if config.transport == "copy_engine":
             nbytes = 0 if scaled is None else scaled.nbytes
             own = scales[-1].data_ptr() if scales else 0

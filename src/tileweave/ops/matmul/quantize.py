@@ -46,6 +46,8 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
         float32: the largest absolute value of these elements (at least 1e-12) / 448. NaN and
         infinity make the scale, and so the product, NaN.
 
+    Neither has a gradient.
+
     Raises
     ------
     InputError
@@ -66,8 +68,11 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
         "a weight [N, K]",
         "pass one weight at a time",
     )
-    depth = x.shape[-1]
+    x, depth = x.detach(), x.shape[-1]
     if kind in ("row", "block") and not torch.compiler.is_compiling():
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return quantize(x, kind)
         data, sent = quantize_rows(x.contiguous().view(-1, depth), kind)
         scale = sent.t() if kind == "block" else sent.view(-1, 1)
         return data.view(x.shape), scale.reshape(*x.shape[:-1], -1)
@@ -84,12 +89,12 @@ def quantize_rows(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     shape = (blocks(depth), rows) if in_blocks else (rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launcher(rows, depth, in_blocks)(x, data, scale)
+    _launcher(rows, depth, in_blocks, x.get_device())(x, data, scale)
     return data.view(FP8), scale
 
 
 @lru_cache(maxsize=256)
-def _launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
+def _launcher(rows: int, depth: int, in_blocks: bool, _device: int) -> Launcher:
     from tileweave.kernels.quantize import quantize_launcher
 
     return quantize_launcher(rows, depth, in_blocks)

@@ -154,7 +154,7 @@ class ScaledProduct(NamedTuple):
         if self.kind == "block":
             sent = sent.narrow(1, begin, rows).contiguous()
         elif self.kind == "row":
-            sent = sent.narrow(0, begin, rows)
+            sent = aligned(sent.narrow(0, begin, rows))
         return data.narrow(0, begin, rows), sent
 
     def of_all_ranks(
@@ -185,47 +185,72 @@ def from_sent(sent: torch.Tensor, kind: str) -> torch.Tensor:
     return sent.view(-1, 1) if kind == "row" else sent
 
 
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """``t``, copied if it does not begin at a multiple of 16 bytes, which cuBLAS refuses."""
+    return t if t.data_ptr() % ALIGN == 0 else t.clone(memory_format=torch.preserve_format)
+
+
 def _by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> torch.Tensor:
-    rows, cols, w, bias = x.data.shape[0], product.cols, product.w, product.bias
-    x_scale, w_scale, data = x.scale, w.scale, x.data
-    more = -rows % 4 if x.kind == "block" else 0
-    if x.kind == "block":
-        # torch wants K contiguous along neither: [M, K/128] of strides (1, M), M a multiple of 4
-        if more:
-            data = pad(data.view(torch.uint8), (0, 0, 0, more)).view(FP8)
-            x_scale = pad(x_scale.t(), (0, more)).t()
-        w_scale = _padded_blocks(w_scale)
-    elif "row" in (x.kind, w.kind):
-        x_scale = x_scale.reshape(-1, 1).expand(rows, 1).contiguous()
-        w_scale = w_scale.reshape(1, -1).expand(1, cols).contiguous()
-    else:
-        x_scale, w_scale = x_scale.reshape(()), w_scale.reshape(())
+    rows, w, bias = x.data.shape[0], product.w, product.bias
+    given = as_scaled_mm_reads(x, w)
     # cuBLAS adds no bias to a product of blocks
     added = bias if x.kind != "block" else None
-    into = {"out": out} if out is not None and not more else {}
+    fits = out is not None and given[0].shape[0] == rows and out.data_ptr() % ALIGN == 0
+    into = {"out": out} if fits else {}
     y = torch._scaled_mm(
-        data,
-        w.data.t(),
-        scale_a=x_scale,
-        scale_b=w_scale,
-        bias=added,
+        given[0],
+        given[1],
+        scale_a=given[2],
+        scale_b=given[3],
+        bias=None if added is None else aligned(added),
         out_dtype=product.dtype,
         use_fast_accum=product.fast_accum,
         **into,
     )
-    if more:
+    if y.shape[0] != rows:
         y = y[:rows]
     if bias is not None and added is None:
         y = y.add_(bias)
     return y
 
 
-def _padded_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks of w [N/128, K/128] as torch wants them: transposed, each line of K at a
-    multiple of 4 elements."""
-    lines = scale.contiguous()
-    more = -lines.shape[1] % 4
-    return (pad(lines, (0, more)) if more else lines).t()[: scale.shape[1]]
+def as_scaled_mm_reads(x: Scaled, w: Scaled) -> tuple[torch.Tensor, ...]:
+    """x [M, K], w [K, N] and their scales as ``torch._scaled_mm`` takes them on a GPU: all begin at
+    multiples of 16 bytes. With blocks M is padded to a multiple of 4.
+
+    ========  ===============================  ================================================
+    kind      scale of x                       scale of w
+    ========  ===============================  ================================================
+    tensor    []                               []
+    row       [M, 1], contiguous               [1, N], contiguous
+    block     [M, K/128], strides (1, M)       [K/128, N/128], strides (1, K/128)
+    ========  ===============================  ================================================
+
+    Where K/128 is no multiple of 4, cuBLAS wants other strides than torch does, which releases
+    check differently. There each row of w has scales of its own, [K/128, N] with strides (N, 1):
+    the same numbers.
+    """
+    rows, depth = x.data.shape
+    cols = w.data.shape[0]
+    data, of_x, of_w = aligned(x.data), x.scale, w.scale
+    if rows == 1:  # whose strides may be any, also those of a column
+        data = data.view(-1).view(1, depth)
+    if x.kind == "block":
+        more = -rows % 4
+        if more:
+            data = pad(data.view(torch.uint8), (0, 0, 0, more)).view(FP8)
+            of_x = pad(of_x.t(), (0, more)).t()
+        of_x = aligned(of_x)
+        if of_w.shape[1] % 4:
+            of_w = of_w.repeat_interleave(BLOCK, 0)[:cols].t().contiguous()
+        else:
+            of_w = aligned(of_w.contiguous()).t()
+    elif "row" in (x.kind, w.kind):
+        of_x = aligned(of_x.reshape(-1, 1).expand(rows, 1).contiguous())
+        of_w = aligned(of_w.reshape(1, -1).expand(1, cols).contiguous())
+    else:
+        of_x, of_w = aligned(of_x.reshape(())), aligned(of_w.reshape(()))
+    return data, aligned(w.data).t(), of_x, of_w
 
 
 # --- Checks ---
@@ -342,9 +367,10 @@ def _check_shapes(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -
         "pad w and x with zeros",
     )
     require(
-        x.is_contiguous() and (w.stride(1) == 1 or depth <= 1 or cols == 0),
+        x.is_contiguous() and (w.numel() == 0 or (w.stride(1) == 1 and _rows_apart(w))),
         lambda: f"x with strides {x.stride()}, w with strides {w.stride()}",
-        "a contiguous x, and contiguous rows of w: tensor cores read FP8 along K only",
+        "a contiguous x, and contiguous rows of w, a multiple of 16 apart: tensor cores read FP8 "
+        "along K only",
         "pass .contiguous()",
     )
     require(
@@ -353,6 +379,11 @@ def _check_shapes(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -
         f"{(cols,)}, contiguous",
         "one bias for each row of w",
     )
+
+
+def _rows_apart(w: torch.Tensor) -> bool:
+    """Whether rows of w do not overlap, and begin at multiples of 16 bytes as the first does."""
+    return w.stride(0) >= w.shape[1] and w.stride(0) % ALIGN == 0
 
 
 def _scale_like(x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -61,6 +61,7 @@ from tileweave.ops.matmul.scaled import (
     OUT_DTYPES,
     Scaled,
     ScaledProduct,
+    aligned,
     as_sent,
     blocks,
     check_scaled,
@@ -182,7 +183,7 @@ def _parts(
     """FP8 data of x, and its scale as it travels."""
     if x_scale is None:
         return quantize_rows(x, quantize)
-    return x, as_sent(x_scale, kind)
+    return aligned(x), as_sent(x_scale, kind)
 
 
 class Planned(NamedTuple):
@@ -219,6 +220,14 @@ def _prepare(
             f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
             "pass operands of 16 bits",
         )
+        if w_scale is not None and machine.backend == "cuda" and not machine.hopper:
+            kind, _ = _kind(x, call.x_scale, w, w_scale, call.quantize)
+            require(
+                kind != "block",
+                f"scales of blocks on {machine.name}, of compute capability {machine.arch / 10}",
+                "9.0, for which cuBLAS has them",
+                "quantise by rows",
+            )
 
     refuse_gradients(x, call.x_scale, w, w_scale, bias, *others, *results)
     chosen = accept(

@@ -85,11 +85,11 @@ def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> 
     )
     (rows, depth), cols = x.shape, w.shape[0]
     of_w = {"tensor": (1,), "row": (1, cols), "block": (blocks(cols), blocks(depth))}[scaling]
-    given: dict[str, Any] = {"w_scale": torch.ones(of_w, device=x.device)}
+    given: dict[str, Any] = {"w_scale": torch.ones(of_w, dtype=torch.float32, device=x.device)}
     if x.dtype != FP8:
         return {**given, "quantize": scaling}
     of_x = {"tensor": (1,), "row": (rows, 1), "block": (rows, blocks(depth))}[scaling]
-    return {**given, "x_scale": torch.ones(of_x, device=x.device)}
+    return {**given, "x_scale": torch.ones(of_x, dtype=torch.float32, device=x.device)}
 
 
 def as_fp8(w: Any, scaling: str | None) -> Any:
