@@ -39,6 +39,9 @@ class Colwise(ParallelStyle):
         The dimension of x whose rows are sharded over ranks: they are gathered. None: x is the same
         on every rank.
 
+    fp8 : str, optional
+        The recipe of FP8 training, as of the layer.
+
     parts : mapping of str to int, optional
         For a layer that computes several projections, such as q, k and v: the output features of
         each by name, in their order. The layer becomes one with a linear layer for each, and the
@@ -54,10 +57,14 @@ class Colwise(ParallelStyle):
     """
 
     def __init__(
-        self, *, sequence_dim: int | None = None, parts: Mapping[str, int] | None = None
+        self,
+        *,
+        sequence_dim: int | None = None,
+        fp8: str | None = None,
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self.sequence_dim, self.parts = sequence_dim, parts
+        self.sequence_dim, self.fp8, self.parts = sequence_dim, fp8, parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.parts is not None and len(self.parts) > 1:
@@ -73,7 +80,8 @@ class Colwise(ParallelStyle):
         gather, dim = self.sequence_dim is not None, self.sequence_dim or 0
         options = {"gather": gather, "dim": dim, "save_gathered": False}
         source = self.src_data_rank
-        return ColumnParallelLinear.take_over(module, device_mesh, source, **options)
+        made = ColumnParallelLinear.take_over(module, device_mesh, source, **options)
+        return made.train_in_fp8(self.fp8)
 
     def __repr__(self) -> str:
         parts = "" if self.parts is None else f", parts={dict(self.parts)}"
@@ -89,6 +97,9 @@ class Rowwise(ParallelStyle):
     sequence_dim : int, optional
         The dimension of y whose rows are scattered over ranks. None: y is the same on every rank.
 
+    fp8 : str, optional
+        The recipe of FP8 training, as of the layer.
+
     Raises
     ------
     InputError
@@ -96,14 +107,15 @@ class Rowwise(ParallelStyle):
         size.
     """
 
-    def __init__(self, *, sequence_dim: int | None = None) -> None:
+    def __init__(self, *, sequence_dim: int | None = None, fp8: str | None = None) -> None:
         super().__init__()
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.fp8 = sequence_dim, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         options = {"scatter": self.sequence_dim is not None, "dim": self.sequence_dim or 0}
         source = self.src_data_rank
-        return RowParallelLinear.take_over(module, device_mesh, source, **options)
+        made = RowParallelLinear.take_over(module, device_mesh, source, **options)
+        return made.train_in_fp8(self.fp8)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
