@@ -66,7 +66,8 @@ def _of_norm(norm: fx.Node) -> tuple[Any, ...] | None:
     """(x, residual, weight, eps) of a norm over whole rows with a weight."""
     names = ("x", "x_residual", "weight", "epsilon", "variance_size")
     given: dict[str, Any] = {**dict(zip(names, norm.args, strict=False)), **norm.kwargs}
-    x, residual, weight, eps, part = (given.get(name) for name in names)
+    found: list[Any] = [given.get(name) for name in names]
+    x, residual, weight, eps, part = found
     nodes = all(isinstance(node, fx.Node) for node in (x, residual, weight))
     if not nodes or eps is None or part is not None or len(x.users) != 1 or x is residual:
         return None
@@ -88,7 +89,8 @@ def _linear_of(y: fx.Node, graph: fx.Graph, operators: Operators) -> tuple[Any, 
         return None
     if turned.target is torch.ops.aten.t.default:
         return x, turned.args[0], None, group
-    if turned.target is torch.ops.aten.permute.default and list(turned.args[1]) == [1, 0]:
+    order: Any = turned.args[1] if len(turned.args) > 1 else ()
+    if turned.target is torch.ops.aten.permute.default and [*order] == [1, 0]:
         return x, turned.args[0], None, group
     return None
 

@@ -96,11 +96,10 @@ def _add_pass() -> None:
     pass_manager.PostGradPassManager.configure = with_ours
 
 
-def _layer() -> type:
-    """The subclass of vLLM's ``RowParallelLinear``. Made once, and only in a process of vLLM."""
+def _define_operators() -> None:
+    """Define the two operators of compiled graphs: a layer, and a layer with residual and norm."""
     from vllm.distributed import parallel_state
     from vllm.logger import init_logger
-    from vllm.model_executor.layers import linear
     from vllm.utils.torch_utils import direct_register_custom_op
 
     from tileweave.ops.core.registration import explain
@@ -178,6 +177,16 @@ def _layer() -> type:
 
     direct_register_custom_op(op_name=OPERATOR, op_func=row_linear, fake_impl=fake)
     direct_register_custom_op(op_name=WITH_NORM, op_func=row_linear_norm, fake_impl=fake_norm)
+
+
+def _layer() -> type:
+    """The subclass of vLLM's ``RowParallelLinear``. Made once, and only in a process of vLLM."""
+    from vllm.distributed import parallel_state
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers import linear
+
+    logger = init_logger("vllm.tileweave")  # vLLM shows only loggers below its own
+    _define_operators()
 
     class KeepsWeight(linear.UnquantizedLinearMethod):
         """On the CPU vLLM packs the weight for oneDNN and leaves an empty one: this keeps it."""
