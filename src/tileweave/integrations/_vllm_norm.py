@@ -89,9 +89,9 @@ def _linear_of(y: fx.Node, graph: fx.Graph, operators: Operators) -> tuple[Any, 
         return None
     if turned.target is torch.ops.aten.t.default:
         return x, turned.args[0], None, group
-    order: Any = turned.args[1] if len(turned.args) > 1 else ()
-    if turned.target is torch.ops.aten.permute.default and [*order] == [1, 0]:
-        return x, turned.args[0], None, group
+    given: Any = turned.args
+    if turned.target is torch.ops.aten.permute.default and [*given[1]] == [1, 0]:
+        return x, given[0], None, group
     return None
 
 

@@ -204,20 +204,8 @@ def matmul_all_reduce(
     tensor parallelism. Sources: arXiv 2305.06942; vLLM's ``fused_add_rms_norm``.
     """
     name, normed = name_of(group), norm_weight is not None
-    rows, given, flat, flat_residual = check_own(
-        OP,
-        name,
-        _as_called,
-        x,
-        w,
-        bias,
-        residual,
-        norm_weight,
-        out,
-        residual_out,
-        norm_eps,
-        main_grad,
-    )
+    called = (x, w, bias, residual, norm_weight, out, residual_out, norm_eps, main_grad)
+    rows, given, flat, flat_residual = check_own(OP, name, _as_called, *called)
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
