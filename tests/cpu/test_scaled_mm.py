@@ -13,6 +13,7 @@ import torch
 
 from tileweave.ops.matmul.quantize import _in_torch
 from tileweave.ops.matmul.scaled import Scaled, ScaledProduct, _by_cublas, as_sent, from_sent
+from tileweave.ops.matmul.scaled_training import by_columns
 
 FP8 = torch.float8_e4m3fn
 
@@ -115,6 +116,13 @@ def test_rows_of_a_shard_are_as_scaled_mm_reads_them(kind: str) -> None:
         data, sent = call.rows_of((x8, as_sent(sx, kind)), rank * 6, 6)
         assert data.data_ptr() % 16 == sent.data_ptr() % 16 == 0
         assert torch.equal(call((data, sent)), whole[rank * 6 : rank * 6 + 6])
+
+
+def test_columns_of_any_number_of_rows_are_multiplied() -> None:
+    """Gradients of weights are sums over rows, of which tensor cores take multiples of 16."""
+    for rows in (5, 16, 33):
+        found = by_columns(torch.randn(rows, 32).bfloat16())
+        assert found.data.shape == (32, -(-rows // 16) * 16) and found.scale.shape == (32, 1)
 
 
 def test_a_weight_with_rows_between_multiples_of_16_is_refused() -> None:

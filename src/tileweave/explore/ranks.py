@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,11 @@ class Rank:
     group: str = ""
     # pushes on the second queue that have not begun: clock of the host, copies, address
     queued: list[tuple[np.ndarray, Sequence[Copy], int]] = field(default_factory=list)
+
+
+def _open(rank: Rank, transport: Any) -> None:
+    """Give ``rank`` a workspace with a ledger that compares nothing."""
+    REGISTRY.get(rank.group, transport.device, lambda: transport).ledger.open({}, rank.rank)
 
 
 class World:
@@ -70,9 +76,7 @@ class World:
         self.transports = [ModelTransport(self, rank) for rank in self.ranks]
         for rank, transport in zip(self.ranks, self.transports, strict=True):
             rank.group = f"explored rank {rank.rank}"
-            REGISTRY.get(rank.group, transport.device, lambda t=transport: t).ledger.open(
-                {}, rank.rank
-            )
+            _open(rank, transport)
 
     def _rank(self, rank: int) -> Rank:
         programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]
@@ -162,7 +166,7 @@ class World:
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
-            cell_bytes = 2 if tensor.element_size() == 2 else CELL
+            cell_bytes = min(tensor.element_size(), CELL)
             known = Region(f"rank {rank} {name}", start, start + nbytes, cell_bytes=cell_bytes)
             self.memory.add(known)
             self.kept.append(tensor)  # so that its address is not used again

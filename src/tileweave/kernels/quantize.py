@@ -7,6 +7,7 @@
 Saturation: quotients are clamped to +-448 before they are rounded, so that no number becomes NaN.
 Where max |x| is below ``LEAST``, the scale is ``LEAST`` / 448, so that a row of zeros stays zeros.
 NaN or an infinity makes the scale NaN or infinite, and NaN of products with that row or block.
+With ``POWERS`` scales are rounded up to powers of two, as recipes of training have them.
 
 One program per row: a row is read once, before any of it is sent. Sends nothing.
 """
@@ -58,18 +59,30 @@ def greatest_of(values):
 
 
 @triton.jit
-def quantized(values, greatest):
+def quantized(values, greatest, POWERS: tl.constexpr = False):
     """(bits of values / scale, scale) of [n, GROUP], of which row i has ``greatest[i]``."""
     # written so that NaN stays NaN
     largest = tl.where(greatest < SMALLEST, SMALLEST, greatest)
     scale = tl.div_rn(largest, tl.full(largest.shape, GREATEST, tl.float32))
+    if POWERS:  # the exponent is one larger unless the fraction is 0; infinity has no fraction
+        power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23 << 23
+        scale = tl.where(scale == scale, power.to(tl.float32, bitcast=True), scale)
     quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
     quotient = tl.where(quotient > GREATEST, GREATEST, quotient)
     return to_fp8(tl.where(quotient < -GREATEST, -GREATEST, quotient)), scale
 
 
 @triton.jit(do_not_specialize=["rows"])
-def quantize_kernel(x, data, scale, rows, depth, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def quantize_kernel(
+    x,
+    data,
+    scale,
+    rows,
+    depth,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    POWERS: tl.constexpr,
+):
     """``GROUP`` = ``BLOCK``: one scale for a row, of at most ``BLOCK`` elements; else one for
     ``GROUP`` elements."""
     row = tl.program_id(0)
@@ -78,7 +91,7 @@ def quantize_kernel(x, data, scale, rows, depth, BLOCK: tl.constexpr, GROUP: tl.
     if GROUP == BLOCK:
         values = tl.load(x + begin + lane, mask=lane < depth, other=0.0).to(tl.float32)
         values = tl.reshape(values, (1, BLOCK))
-        bits, one = quantized(values, greatest_of(values))
+        bits, one = quantized(values, greatest_of(values), POWERS)
         tl.store(data + begin + lane, tl.reshape(bits, (BLOCK,)), mask=lane < depth)
         tl.store(scale + row + tl.arange(0, 1), one)
     else:
@@ -87,17 +100,18 @@ def quantize_kernel(x, data, scale, rows, depth, BLOCK: tl.constexpr, GROUP: tl.
             at = first + lane
             values = tl.load(x + begin + at, mask=at < depth, other=0.0).to(tl.float32)
             values = tl.reshape(values, (count, GROUP))
-            bits, each = quantized(values, greatest_of(values))
+            bits, each = quantized(values, greatest_of(values), POWERS)
             tl.store(data + begin + at, tl.reshape(bits, (BLOCK,)), mask=at < depth)
             group = first // GROUP + tl.arange(0, count)
             place = group.to(tl.int64) * rows + row
             tl.store(scale + place, each, mask=group * GROUP < depth)
 
 
-def quantize_launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
+def quantize_launcher(rows: int, depth: int, in_blocks: bool, powers: bool = False) -> Launcher:
     """Launches for x [rows, depth], called with x, data as uint8, and the scales, all contiguous.
 
     in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
+    powers : scales are powers of two.
     """
     block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
 
@@ -114,6 +128,7 @@ def quantize_launcher(rows: int, depth: int, in_blocks: bool) -> Launcher:
         "depth": depth,
         "BLOCK": block,
         "GROUP": GROUP if in_blocks else block,
+        "POWERS": powers,
     }
     return Launcher(
         quantize_kernel,

@@ -37,6 +37,8 @@ from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.ops.matmul.scaled import ALIGN, RECIPES
+from tileweave.ops.matmul.scaled_training import linear as multiply_in_fp8
 
 
 def under_autocast(*operands: Any) -> tuple[Any, ...]:
@@ -73,11 +75,17 @@ def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
     nn.init.uniform_(shard, -bound, bound, generator)
 
 
+def _told(recipe: str | None) -> str:
+    """The recipe of FP8 training in the repr of a layer."""
+    return "" if recipe is None else f", fp8={recipe!r}"
+
+
 class ParallelLinear(ShardedModule, nn.Linear):
     """The common part of both layers."""
 
     # Which dimension of weight and bias is sharded; None: replicated.
     dims: ClassVar[tuple[int, int | None]]
+    fp8: str | None = None  # the recipe of FP8 training
 
     def __init__(
         self,
@@ -115,6 +123,32 @@ class ParallelLinear(ShardedModule, nn.Linear):
             "a multiple of the world size",
             "pad the layer or choose another group",
         )
+
+    def train_in_fp8(self, recipe: str | None) -> Any:
+        """Quantise operands by this recipe of FP8 training from now on (None: do not), and return
+        the layer."""
+        if recipe is not None:
+            rows, depth = local(self.weight).shape
+            require(
+                recipe in RECIPES,
+                f"fp8={recipe!r}",
+                f"None, {', '.join(map(repr, RECIPES))}",
+                "pass the name of a recipe of torchao",
+            )
+            require(
+                rows % ALIGN == 0 and depth % ALIGN == 0,
+                f"fp8={recipe!r} with a weight {(rows, depth)} of each rank",
+                f"multiples of {ALIGN}, which FP8 tensor cores need",
+                "leave this layer in 16 bits",
+            )
+            require(
+                not getattr(self, "save_gathered", False),
+                f"fp8={recipe!r} with save_gathered=True",
+                "one of them",
+                "drop save_gathered: gather(x) is FP8",
+            )
+        self.fp8 = recipe
+        return self
 
     def _placements(self) -> tuple[Any, Any]:
         from torch.distributed.tensor import Replicate, Shard
@@ -210,6 +244,11 @@ class ColumnParallelLinear(ParallelLinear):
         keep gather(x) for backward, which takes R times the memory of x, instead of gathering it
         again.
 
+    fp8 : str, optional
+        train in FP8 by torchao's recipe of this name, ``"rowwise"`` or ``"rowwise_with_gw_hp"``:
+        operands are quantised in each call, parameters stay as they are
+        (``quantize`` of ``tileweave.all_gather_matmul``).
+
     Raises
     ------
     InputError
@@ -230,9 +269,11 @@ class ColumnParallelLinear(ParallelLinear):
         gather: bool = True,
         dim: int = 0,
         save_gathered: bool = False,
+        fp8: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, group, device, dtype)
         self.gather, self.dim, self.save_gathered = gather, dim, save_gathered
+        self.train_in_fp8(fp8)
 
     @classmethod
     def from_linear(
@@ -243,18 +284,28 @@ class ColumnParallelLinear(ParallelLinear):
         gather: bool = True,
         dim: int = 0,
         save_gathered: bool = False,
+        fp8: str | None = None,
     ) -> ColumnParallelLinear:
         """This rank's shard of a full ``nn.Linear``, which every rank has."""
         options = dict(gather=gather, dim=dim, save_gathered=save_gathered)
-        return cls._from(linear, group, **options)
+        return cls._from(linear, group, **options).train_in_fp8(fp8)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
         if not self.gather:
-            return multiply(copy_to_group(x, self.group_name), w, bias)
+            whole = copy_to_group(x, self.group_name)
+            if self.fp8 is not None:
+                return multiply_in_fp8(whole, w, bias, self.fp8)
+            return multiply(whole, w, bias)
         keep = self.save_gathered and torch.is_grad_enabled()
         y = all_gather_matmul(
-            x, w, bias, group=self.group_name, return_gathered=keep, gather_dim=self.dim
+            x,
+            w,
+            bias,
+            group=self.group_name,
+            return_gathered=keep,
+            gather_dim=self.dim,
+            quantize=self.fp8,
         )
         return y[0] if keep else y
 
@@ -263,7 +314,7 @@ class ColumnParallelLinear(ParallelLinear):
             f"in_features={self.in_features}, "
             f"out_features={self.out_features} / {self.world_size} ranks, "
             f"bias={self.bias is not None}, gather={self.gather}, dim={self.dim}, "
-            f"save_gathered={self.save_gathered}"
+            f"save_gathered={self.save_gathered}{_told(self.fp8)}"
         )
 
 
@@ -304,6 +355,11 @@ class RowParallelLinear(ParallelLinear):
         with ``scatter``, the dimension of y along which rows are scattered: 0, or 1 for [B, S, H]
         (``scatter_dim`` of ``tileweave.matmul_reduce_scatter``).
 
+    fp8 : str, optional
+        train in FP8 by torchao's recipe of this name, ``"rowwise"`` or ``"rowwise_with_gw_hp"``:
+        operands are quantised in each call, parameters stay as they are
+        (``quantize`` of ``tileweave.matmul_reduce_scatter``).
+
     Raises
     ------
     InputError
@@ -323,28 +379,38 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         scatter: bool = True,
         dim: int = 0,
+        fp8: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, group, device, dtype)
         self.scatter, self.dim = scatter, dim
+        self.train_in_fp8(fp8)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: Group | None = None, scatter: bool = True, dim: int = 0
+        cls,
+        linear: nn.Linear,
+        *,
+        group: Group | None = None,
+        scatter: bool = True,
+        dim: int = 0,
+        fp8: str | None = None,
     ) -> RowParallelLinear:
         """This rank's shard of a full ``nn.Linear``, which every rank has."""
-        return cls._from(linear, group, scatter=scatter, dim=dim)
+        return cls._from(linear, group, scatter=scatter, dim=dim).train_in_fp8(fp8)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
         if not self.scatter:
-            y = matmul_all_reduce(x, w, bias, group=self.group_name)
+            y = matmul_all_reduce(x, w, bias, group=self.group_name, quantize=self.fp8)
             assert isinstance(y, torch.Tensor), "without a norm there is one result"
             return y
-        return matmul_reduce_scatter(x, w, bias, group=self.group_name, scatter_dim=self.dim)
+        return matmul_reduce_scatter(
+            x, w, bias, group=self.group_name, scatter_dim=self.dim, quantize=self.fp8
+        )
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} / {self.world_size} ranks, "
             f"out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scatter={self.scatter}, dim={self.dim}"
+            f"scatter={self.scatter}, dim={self.dim}{_told(self.fp8)}"
         )

@@ -17,6 +17,7 @@ from tileweave.nn.linear import ColumnParallelLinear, under_autocast
 from tileweave.nn.shards import local
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul.scaled_training import linear as in_fp8
 
 INPUTS = ("hidden_states", "x", "input", "inputs")
 
@@ -34,7 +35,10 @@ class SharedColumn(ColumnParallelLinear):
         if input is x:
             if y is not None:
                 return y
-            return nn.functional.linear(*under_autocast(input, *self._parts()))
+            x, w, bias = under_autocast(input, *self._parts())
+            if self.fp8 is not None:
+                return in_fp8(x, w, bias, self.fp8)
+            return nn.functional.linear(x, w, bias)
         if self.gather:
             raise InputError(
                 f"asked: {self.path} of another tensor than the input of its module; allowed: the "
@@ -42,6 +46,15 @@ class SharedColumn(ColumnParallelLinear):
                 "tw.parallel.Colwise(sequence_dim=...)"
             )
         return super().forward(input)
+
+    def train_in_fp8(self, recipe: str | None) -> Any:
+        require(
+            recipe is None or not self.gather,
+            f"fp8={recipe!r} for {self.path}, which shares the gather of its module's input",
+            "layers with a gather of their own",
+            "pass a plan with tw.parallel.Colwise(sequence_dim=..., fp8=...) for this layer",
+        )
+        return super().train_in_fp8(recipe)
 
     def _parts(self) -> tuple[Any, Any]:
         return local(self.weight), local(self.bias)
@@ -51,9 +64,10 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
     """Let the column-parallel layers of these names share the input of ``module``."""
     layers: list[SharedColumn] = []
     for name in names:
-        layer: Any = getattr(module, name)
+        layer: Any = module.get_submodule(name)
         layer.__class__ = SharedColumn
         layer.given, layer.path = None, f"{path}.{name}" if path else name
+        layer.train_in_fp8(layer.fp8)
         layers.append(layer)
     first = layers[0]
 

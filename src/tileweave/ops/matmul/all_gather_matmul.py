@@ -42,7 +42,9 @@ from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul import all_gather_matmul_list as several
+from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
+from tileweave.ops.matmul import scaled_training as training
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.all_gather_matmul_list import as_operands
 from tileweave.ops.matmul.backward import GatherBackward
@@ -134,9 +136,12 @@ def all_gather_matmul(
         a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. n and K are multiples
         of 16. No gradients.
 
-    quantize : "row" or "block", optional
-        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
-        elements, before it is sent: half the bytes. In place of ``x_scale``.
+    quantize : str, optional
+        ``"row"`` or ``"block"``: x has 16 or 32 bits, w is FP8: x is quantised, once per row, with
+        a scale per row or per 128 elements, before it is sent. In place of ``x_scale``.
+        ``"rowwise"`` or ``"rowwise_with_gw_hp"``: for FP8 training. x and w have 16 bits and
+        gradients, and are quantised in the call and in its backward by torchao's recipe of that
+        name.
 
     out_dtype : torch.dtype, optional
         With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
@@ -183,7 +188,7 @@ def all_gather_matmul(
             return_gathered=return_gathered,
             cols=cols,
             main_grad=main_grad,
-            x_scale=fp8.sequence_first(x_scale, x),
+            x_scale=calls.sequence_first(x_scale, x),
             w_scale=w_scale,
             quantize=quantize,
             out_dtype=out_dtype,
@@ -191,10 +196,12 @@ def all_gather_matmul(
             out=into,
         )
         return _batch_first(found) if out is None else out
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.given:
         refused = {"cols": cols, "main_grad": main_grad, "return_gathered": return_gathered}
-        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
+        if scaling.trains:
+            return training.call(OP, x, w, bias, scaling, name, {**refused, "out": out})
+        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.all_gather(call, bias, x, name, out)
     if cols is not None or main_grad is not None or isinstance(w, (list, tuple)):
         o = check_own(OP, name, as_operands, x, w, bias, main_grad, cols, out)
@@ -384,12 +391,14 @@ def explain(
 ) -> Plan:
     """The plan of a call; of several weights, that of the fused kernel."""
     if gather_dim != 0:
-        x_scale = fp8.sequence_first(x_scale, x)
+        x_scale = calls.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "gather_dim", gather_dim)
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.given:
         refused = {"cols": cols, "main_grad": main_grad}
-        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
+        if scaling.trains:
+            return training.explain(OP, x, w, bias, scaling, group)
+        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.explain(OP, call, bias, group)
     if cols is None and main_grad is None and isinstance(w, torch.Tensor):
         return explain_one(x, w, bias, group, out=out)
@@ -406,6 +415,7 @@ def explain(
 def _define_more() -> None:
     several.define_operator()
     fp8.define_gather()
+    training.define_training(OP)
 
 
 SPEC = OperatorSpec(

@@ -97,7 +97,7 @@ class GatherBackward:
             grad is not None
             and w is not None
             and self.grad_gathered is None
-            and scatters_fused(grad, w, self.group_name, self.depth)
+            and self.scatters_fused(grad, w)
             and not (gathers and too_large(self.x))
         )
         empty = self.x.new_empty(0)
@@ -131,7 +131,7 @@ class GatherBackward:
         gathered = self.gathered
         gathering = begin_gather_of_backward(self.x, self.group_name) if gathers else None
         try:
-            gx = multiply_and_scatter(grad, w, self.group_name, self.depth)
+            gx = self.multiply_and_scatter(grad, w)
         finally:  # also when memory runs out: the next gather would find the signals of this one
             if gathering is not None:
                 gathered = gathering.wait()
@@ -156,7 +156,7 @@ class GatherBackward:
         if any(need_w) and gathered is None:
             gathered, gathering = collectives.begin_all_gather(self.x, group)
         if need_x:
-            full = None if grad is None or w is None else grad @ w
+            full = None if grad is None or w is None else self.multiply(grad, w)
             if full is None:
                 full = self.grad_gathered
             elif self.grad_gathered is not None:
@@ -184,8 +184,26 @@ class GatherBackward:
             if self.main_grads:
                 add_product(self.main_grads[at], grad, gathered)
             else:
-                found[at] = grad.t() @ gathered
+                found[at] = self.weight_gradient(grad, gathered)
         return found
+
+    # The matmuls, which those of FP8 replace.
+
+    def scatters_fused(self, grad: torch.Tensor, w: torch.Tensor) -> bool:
+        """Whether :meth:`multiply_and_scatter` is one fused kernel."""
+        return scatters_fused(grad, w, self.group_name, self.depth)
+
+    def multiply_and_scatter(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks of grad [M, n] @ w [n, K]."""
+        return multiply_and_scatter(grad, w, self.group_name, self.depth)
+
+    def multiply(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """grad [M, n] @ w [n, K]."""
+        return grad @ w
+
+    def weight_gradient(self, grad: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        """grad.T [n, M] @ gathered [M, K]."""
+        return grad.t() @ gathered
 
 
 def add_product(main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> None:

@@ -50,7 +50,9 @@ from tileweave.ops.core.registry import (
     name_of,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
+from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
+from tileweave.ops.matmul import scaled_training as training
 from tileweave.ops.matmul.backward import add_product
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -150,9 +152,12 @@ def matmul_all_reduce(
         a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
         of 16. No gradients.
 
-    quantize : "row" or "block", optional
-        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
-        elements. In place of ``x_scale``.
+    quantize : str, optional
+        ``"row"`` or ``"block"``: x has 16 or 32 bits, w is FP8: x is quantised, once per row, with
+        a scale per row or per 128 elements. In place of ``x_scale``.
+        ``"rowwise"`` or ``"rowwise_with_gw_hp"``: for FP8 training. x and w have 16 bits and
+        gradients, and are quantised in the call and in its backward by torchao's recipe of that
+        name.
 
     out_dtype : torch.dtype, optional
         With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
@@ -215,10 +220,19 @@ def matmul_all_reduce(
     )
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.trains:
+        refused = {
+            "main_grad": main_grad,
+            "residual": residual,
+            "norm_weight": norm_weight,
+            "quantize_out": quantize_out,
+            "out": out,
+        }
+        return training.call(OP, x, w, bias, scaling, name, refused)
     if scaling.given or quantize_out is not None:
         refused = {"main_grad": main_grad}
-        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
+        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
         added = (bias, given, norm_weight, norm_eps)
         found = fp8.all_reduce(call, added, flat_residual, name, quantize_out or "")
         if out is not None:
@@ -462,9 +476,11 @@ def explain(
     rows, given, flat, flat_residual = _as_called(
         x, w, bias, residual, norm_weight, out, residual_out, main_grad=main_grad
     )
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling.trains:
+        return training.explain(OP, x, w, bias, scaling, group)
     if scaling.given:
-        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, {"main_grad": main_grad})
+        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, {"main_grad": main_grad})
         return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
     return plan(rows, w, known_topology_of(name_of(group)))
@@ -508,6 +524,7 @@ def warmup(
 def _define_more() -> None:
     define("add_product(Tensor(a!) main_grad, Tensor grad, Tensor rows) -> ()", add_product)
     fp8.define_reduce()
+    training.define_training(OP)
 
 
 SPEC = OperatorSpec(

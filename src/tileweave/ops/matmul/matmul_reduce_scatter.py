@@ -38,7 +38,9 @@ from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
+from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
+from tileweave.ops.matmul import scaled_training as training
 from tileweave.ops.matmul.backward import add_product, gather_and_multiply
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -127,9 +129,12 @@ def matmul_reduce_scatter(
         a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
         of 16. No gradients.
 
-    quantize : "row" or "block", optional
-        x has 16 or 32 bits, w is FP8: x is quantised, once per row, with a scale per row or per 128
-        elements. In place of ``x_scale``.
+    quantize : str, optional
+        ``"row"`` or ``"block"``: x has 16 or 32 bits, w is FP8: x is quantised, once per row, with
+        a scale per row or per 128 elements. In place of ``x_scale``.
+        ``"rowwise"`` or ``"rowwise_with_gw_hp"``: for FP8 training. x and w have 16 bits and
+        gradients, and are quantised in the call and in its backward by torchao's recipe of that
+        name.
 
     out_dtype : torch.dtype, optional
         With FP8 operands: bfloat16 or float16, the dtype of the result and of all other operands.
@@ -173,7 +178,7 @@ def matmul_reduce_scatter(
             group=name,
             depth=depth,
             main_grad=main_grad,
-            x_scale=fp8.sequence_first(x_scale, x),
+            x_scale=calls.sequence_first(x_scale, x),
             w_scale=w_scale,
             quantize=quantize,
             out_dtype=out_dtype,
@@ -181,10 +186,12 @@ def matmul_reduce_scatter(
             out=into,
         )
         return y.transpose(0, 1) if out is None else out
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.given:
         refused = {"depth": depth, "main_grad": main_grad}
-        call = check_own(OP, name, fp8.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
+        if scaling.trains:
+            return training.call(OP, x, w, bias, scaling, name, {**refused, "out": out})
+        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.reduce_scatter(call, bias, x, name, out)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, depth, main_grad)
     if out is not None:
@@ -380,12 +387,14 @@ def explain(
 ) -> Plan:
     """The plan of a call."""
     if scatter_dim != 0:
-        x_scale = fp8.sequence_first(x_scale, x)
+        x_scale = calls.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "scatter_dim", scatter_dim)
-    scaling = fp8.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.given:
         refused = {"depth": depth, "main_grad": main_grad}
-        call = fp8.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
+        if scaling.trains:
+            return training.explain(OP, x, w, bias, scaling, group)
+        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.explain(OP, call, bias, group)
     if depth is None and main_grad is None:
         return explain_rows(x, w, bias, group, out=out)
@@ -394,6 +403,11 @@ def explain(
     rows, flat = _as_called(x, w, bias, out, name, depth, main_grad)
     check_inputs(rows, w, bias, flat, size, depth or 0)
     return plan(rows, w, known_topology_of(name), depth or 0)
+
+
+def _define_more() -> None:
+    fp8.define_scatter()
+    training.define_training(OP)
 
 
 SPEC = OperatorSpec(
@@ -417,5 +431,5 @@ SPEC = OperatorSpec(
     kernel="tileweave.kernels.reduce_scatter.triton",
     dual="all_gather_matmul",
     traced="waits",
-    define_more=fp8.define_scatter,
+    define_more=_define_more,
 )

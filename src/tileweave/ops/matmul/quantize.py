@@ -79,41 +79,53 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
     return _in_torch(x, kind)
 
 
-def quantize_rows(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, kind: str, powers: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, K] by ``"row"`` or ``"block"``: data, and the scale as it travels
-    (``scaled.as_sent``), in one launch."""
+    (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two."""
     (rows, depth), in_blocks = x.shape, kind == "block"
     if x.numel() == 0 or not (x.is_cuda or interpreting()):
-        data, scale = _in_torch(x, kind)
+        data, scale = _in_torch(x, kind, powers)
         return data, scale.t().contiguous() if in_blocks else scale.view(-1)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     shape = (blocks(depth), rows) if in_blocks else (rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launcher(rows, depth, in_blocks, x.get_device())(x, data, scale)
+    _launcher(rows, depth, in_blocks, powers, x.get_device())(x, data, scale)
     return data.view(FP8), scale
 
 
-@lru_cache(maxsize=256)
-def _launcher(rows: int, depth: int, in_blocks: bool, _device: int) -> Launcher:
+@lru_cache(maxsize=1024)
+def _launcher(rows: int, depth: int, in_blocks: bool, powers: bool, _device: int) -> Launcher:
     from tileweave.kernels.quantize import quantize_launcher
 
-    return quantize_launcher(rows, depth, in_blocks)
+    return quantize_launcher(rows, depth, in_blocks, powers)
 
 
-def _in_torch(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_of(greatest: torch.Tensor, powers: bool) -> torch.Tensor:
+    scale = greatest.clamp(min=LEAST) / GREATEST
+    if not powers:
+        return scale
+    power = ((scale.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+    return torch.where(scale.isnan(), scale, power)
+
+
+def _in_torch(
+    x: torch.Tensor, kind: str, powers: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     values, depth = x.float(), x.shape[-1]
     if kind == "tensor":
         greatest = values.abs().amax().view(1) if x.numel() else values.new_zeros(1)
-        scale = wide = greatest.clamp(min=LEAST) / GREATEST
+        scale = wide = _scale_of(greatest, powers)
     elif kind == "row":
         greatest = values.abs().amax(-1, True) if depth else values.new_zeros(*x.shape[:-1], 1)
-        scale = wide = greatest.clamp(min=LEAST) / GREATEST
+        scale = wide = _scale_of(greatest, powers)
     else:
         more = (0, -depth % BLOCK, *((0, -x.shape[0] % BLOCK) if kind == "tile" else ()))
         padded = pad(values.abs(), more).unflatten(-1, (-1, BLOCK)).amax(-1)
         if kind == "tile":
             padded = padded.unflatten(0, (-1, BLOCK)).amax(1)
-        scale = padded.clamp(min=LEAST) / GREATEST
+        scale = _scale_of(padded, powers)
         wide = scale.repeat_interleave(BLOCK, -1)[..., :depth]
         if kind == "tile":
             wide = wide.repeat_interleave(BLOCK, 0)[: x.shape[0]]

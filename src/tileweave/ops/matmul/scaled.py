@@ -31,6 +31,7 @@ FP8 = torch.float8_e4m3fn
 GREATEST = 448.0  # of FP8
 BLOCK = 128  # elements of K, and rows of w, that share a scale
 OUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+RECIPES = ("rowwise", "rowwise_with_gw_hp")  # of training; scaled_training.py has them
 ALIGN = 16  # bytes: of rows, and of where the scales of a shard begin
 
 

@@ -33,7 +33,6 @@ from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
-    contiguous,
     define,
     group_of,
     log_fallback,
@@ -48,11 +47,9 @@ from tileweave.ops.matmul import (
 )
 from tileweave.ops.matmul.inputs import (
     accept,
-    as_rows,
     check_operands,
     check_shape,
     check_traced,
-    out_as_rows,
     plan_for,
 )
 from tileweave.ops.matmul.quantize import quantize_rows
@@ -68,6 +65,7 @@ from tileweave.ops.matmul.scaled import (
     kinds_of,
     refuse_gradients,
 )
+from tileweave.ops.matmul.scaled_calls import Call
 from tileweave.planning.candidates import FP8_ARCH
 from tileweave.planning.matmul import (
     plan_all_gather_matmul,
@@ -83,87 +81,7 @@ NAMES = {
     RS: "scaled_matmul_reduce_scatter",
     AR: "scaled_matmul_all_reduce",
 }
-_EPS = 1e-6
-
-
-class Scaling(NamedTuple):
-    """What a public call says about FP8; see ``all_gather_matmul``."""
-
-    x_scale: torch.Tensor | None = None
-    w_scale: torch.Tensor | None = None
-    quantize: str | None = None
-    out_dtype: torch.dtype | None = None
-    fast_accum: bool = False
-
-    @property
-    def given(self) -> bool:
-        """Whether the call has FP8 operands."""
-        return any(value is not None and value is not False for value in self)
-
-
-class Call(NamedTuple):
-    """A public call as the torch operators take it."""
-
-    x: torch.Tensor
-    x_scale: torch.Tensor | None
-    w: torch.Tensor
-    w_scale: torch.Tensor | None
-    out: torch.Tensor | None
-    out_dtype: str
-    fast_accum: bool
-    quantize: str
-
-
-def as_called(
-    op: str,
-    x: torch.Tensor,
-    w: Any,
-    scaling: Scaling,
-    out: torch.Tensor | None,
-    allowed: str,
-    unsupported: dict[str, object],
-) -> Call:
-    """The arguments of a public call, as rows. Raises for what those no longer show.
-
-    ``unsupported``: arguments that FP8 operands do not go with, by name.
-    """
-    for name, value in unsupported.items():
-        require(
-            value is None or value is False,
-            f"{name}= with FP8 operands",
-            "calls without it",
-            f"drop {name}=, or pass 16-bit operands",
-        )
-    require(
-        isinstance(w, torch.Tensor),
-        f"w of type {type(w).__name__} with scales",
-        "one tensor",
-        "make one call for each weight, or concatenate them",
-    )
-    rows = as_rows(x, w, op)
-    scale = scaling.x_scale
-    if scale is not None and x.dim() > 2 and scale.dim() == x.dim():
-        scale = contiguous(scale, "x_scale", op).flatten(0, -2)
-    dtype = scaling.out_dtype
-    if dtype is None:
-        dtype = torch.bfloat16 if x.dtype in (FP8, torch.float32) else x.dtype
-    return Call(
-        rows,
-        scale,
-        w,
-        scaling.w_scale,
-        out_as_rows(out, x, allowed, w),
-        str(dtype).removeprefix("torch."),
-        bool(scaling.fast_accum),
-        scaling.quantize or "",
-    )
-
-
-def sequence_first(x_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The scale of x [B, S, ..., K] for x [S, B, ..., K]."""
-    if x_scale is None or x_scale.dim() != x.dim() or x.dim() < 3:
-        return x_scale
-    return x_scale.transpose(0, 1)
+EPS = 1e-6
 
 
 # --- What the three have in common ---
@@ -252,15 +170,18 @@ def _prepare(
     return Planned(chosen, product, _parts(x, call.x_scale, of_x, call.quantize))
 
 
-def plan(op: str, x: torch.Tensor, w: torch.Tensor, ranks: Topology) -> Plan[MatmulConfig]:
-    """The plan of a call with FP8 operands, the same on every rank."""
+def plan(
+    op: str, x: torch.Tensor, w: torch.Tensor, ranks: Topology, dtype: torch.dtype | None = None
+) -> Plan[MatmulConfig]:
+    """The plan of a call with FP8 operands, the same on every rank. ``dtype``: of w, if it is
+    quantised first."""
     planner = {
         AG: plan_all_gather_matmul,
         RS: plan_matmul_reduce_scatter,
         AR: plan_matmul_all_reduce,
     }[op]
     rows = x.shape[0] // ranks.size if op == RS else x.shape[0]
-    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=w.dtype)
+    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=dtype or w.dtype)
 
 
 def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
@@ -277,7 +198,7 @@ def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) 
     )
 
 
-def _check_rows(rows: int, size: int) -> None:
+def check_rows(rows: int, size: int) -> None:
     require(
         rows % size == 0,
         lambda: f"{rows} rows over {size} ranks",
@@ -295,7 +216,7 @@ def _check_gather(call: Call, bias: torch.Tensor | None, size: int) -> None:
     check_shape("out", call.out, shape, "allocate out with that shape")
 
 
-def _gather(
+def gather(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -346,12 +267,12 @@ def _fake_gather(
 
 def _check_scatter(call: Call, bias: torch.Tensor | None, size: int) -> None:
     _check(call, bias, call.out)
-    _check_rows(call.x.shape[0], size)
+    check_rows(call.x.shape[0], size)
     shape = (call.x.shape[0] // size, call.w.shape[0])
     check_shape("out", call.out, shape, "allocate out with that shape")
 
 
-def _scatter(
+def scatter(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -441,7 +362,7 @@ def _check_reduce(
     check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
 
 
-def _reduce(
+def reduce(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -566,7 +487,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """``matmul_reduce_scatter`` of ``call``; x and out as they were passed."""
     if x.dim() > 2:
-        _check_rows(x.shape[0], rank_and_size(name)[1])
+        check_rows(x.shape[0], rank_and_size(name)[1])
     y = _invoke(RS, call, (bias, name))
     return _shaped(y, x, out, x.shape[0] // rank_and_size(name)[1] if x.dim() > 2 else 0)
 
@@ -631,12 +552,12 @@ def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any
 
 def define_gather() -> None:
     """Define ``all_gather_scaled_matmul``."""
-    _define(AG, "", "Tensor", "Tensor(a!) out", _gather, _fake_gather)
+    _define(AG, "", "Tensor", "Tensor(a!) out", gather, _fake_gather)
 
 
 def define_scatter() -> None:
     """Define ``scaled_matmul_reduce_scatter``."""
-    _define(RS, "", "Tensor", "Tensor(a!) out", _scatter, _fake_scatter)
+    _define(RS, "", "Tensor", "Tensor(a!) out", scatter, _fake_scatter)
 
 
 def define_reduce() -> None:
@@ -646,6 +567,6 @@ def define_reduce() -> None:
         "Tensor? residual, Tensor? norm_weight, float norm_eps, str quantize_out, ",
         "(Tensor, Tensor, Tensor)",
         "Tensor(a!) out, Tensor(b!)? residual_out",
-        _reduce,
+        reduce,
         _fake_reduce,
     )

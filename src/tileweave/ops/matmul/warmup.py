@@ -14,7 +14,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops.core.registry import Group, machine_of, name_of, rank_and_size
-from tileweave.ops.matmul.scaled import FP8, blocks
+from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
 from tileweave.planning.problem import Plan
 from tileweave.transport.compile_only import compile_only
 
@@ -76,6 +76,8 @@ def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> 
     """What a call of x [rows, depth] and FP8 w says about scales; nothing without ``scaling``."""
     if scaling is None:
         return {}
+    if scaling in RECIPES:
+        return {"quantize": scaling}
     fits = isinstance(w, torch.Tensor) and w.dtype == FP8
     require(
         fits and scaling in ("tensor", "row", "block") and (x.dtype == FP8 or scaling != "tensor"),
@@ -94,7 +96,8 @@ def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> 
 
 def as_fp8(w: Any, scaling: str | None) -> Any:
     """A weight of zeros for a warmup: FP8 with ``scaling``."""
-    return w if scaling is None or not isinstance(w, torch.Tensor) else w.to(FP8)
+    keeps = scaling is None or scaling in RECIPES or not isinstance(w, torch.Tensor)
+    return w if keeps else w.to(FP8)
 
 
 def warm_up(

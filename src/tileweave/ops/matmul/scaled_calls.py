@@ -1,0 +1,98 @@
+"""What public calls say about FP8 operands, and as the torch operators take it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tileweave.errors import require
+from tileweave.ops.core.registry import contiguous
+from tileweave.ops.matmul.inputs import as_rows, out_as_rows
+from tileweave.ops.matmul.scaled import FP8, RECIPES
+
+
+class Scaling(NamedTuple):
+    """What a public call says about FP8; see ``all_gather_matmul``."""
+
+    x_scale: torch.Tensor | None = None
+    w_scale: torch.Tensor | None = None
+    quantize: str | None = None
+    out_dtype: torch.dtype | None = None
+    fast_accum: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether the call has FP8 operands, or makes them."""
+        return any(value is not None and value is not False for value in self)
+
+    @property
+    def trains(self) -> bool:
+        """Whether x and w are quantised in the call, with gradients; see
+        ``scaled_training.py``."""
+        return self.quantize in RECIPES
+
+
+class Call(NamedTuple):
+    """A public call as the torch operators take it."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    w: torch.Tensor
+    w_scale: torch.Tensor | None
+    out: torch.Tensor | None
+    out_dtype: str
+    fast_accum: bool
+    quantize: str
+
+
+def as_called(
+    op: str,
+    x: torch.Tensor,
+    w: Any,
+    scaling: Scaling,
+    out: torch.Tensor | None,
+    allowed: str,
+    unsupported: dict[str, object],
+) -> Call:
+    """The arguments of a public call, as rows. Raises for what those no longer show.
+
+    ``unsupported``: arguments that FP8 operands do not go with, by name.
+    """
+    for name, value in unsupported.items():
+        require(
+            value is None or value is False,
+            f"{name}= with FP8 operands",
+            "calls without it",
+            f"drop {name}=, or pass 16-bit operands",
+        )
+    require(
+        isinstance(w, torch.Tensor),
+        f"w of type {type(w).__name__} with scales",
+        "one tensor",
+        "make one call for each weight, or concatenate them",
+    )
+    rows = as_rows(x, w, op)
+    scale = scaling.x_scale
+    if scale is not None and x.dim() > 2 and scale.dim() == x.dim():
+        scale = contiguous(scale, "x_scale", op).flatten(0, -2)
+    dtype = scaling.out_dtype
+    if dtype is None:
+        dtype = torch.bfloat16 if x.dtype in (FP8, torch.float32) else x.dtype
+    return Call(
+        rows,
+        scale,
+        w,
+        scaling.w_scale,
+        out_as_rows(out, x, allowed, w),
+        str(dtype).removeprefix("torch."),
+        bool(scaling.fast_accum),
+        scaling.quantize or "",
+    )
+
+
+def sequence_first(x_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The scale of x [B, S, ..., K] for x [S, B, ..., K]."""
+    if x_scale is None or x_scale.dim() != x.dim() or x.dim() < 3:
+        return x_scale
+    return x_scale.transpose(0, 1)
