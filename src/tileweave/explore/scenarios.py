@@ -180,7 +180,7 @@ def instance_of(config: MatmulConfig) -> str:
 @dataclass(frozen=True)
 class AllGatherMatmul:
     """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture,
-    when only slot 0 is used."""
+    when only slot 0 is used. ``over_nodes``: ranks are on several nodes."""
 
     name: str
     config: MatmulConfig
@@ -188,6 +188,7 @@ class AllGatherMatmul:
     programs: tuple[int, ...]
     gathered: bool = False
     captured: bool = False
+    over_nodes: bool = False
     op: str = "all_gather_matmul"
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
@@ -505,6 +506,21 @@ SCENARIOS: tuple[Scenario, ...] = (
         ((16, 16, 16),),
         (1, 2),
         captured=True,
+    ),
+    AllGatherMatmul(
+        "nodes",
+        triton_config("nodes", num_slices=2),
+        ((32, 16, 16), (17, 12, 20)),
+        (1, 2),
+        over_nodes=True,
+    ),
+    AllGatherMatmul(
+        "nodes, gathered",
+        triton_config("nodes", num_slices=3),
+        ((33, 8, 16),),
+        (2, 3),
+        gathered=True,
+        over_nodes=True,
     ),
     AllGatherMatmul(
         "library",
