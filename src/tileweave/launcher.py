@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tileweave.errors import InputError, TileweaveError, require
+from tileweave.transport.nodes import HOST_ID, host_name
 from tileweave.transport.workspace import kernels_allowed, timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
@@ -165,6 +166,7 @@ def launch(
     seconds: float = 1800.0,
     extra: Mapping[str, str] | None = None,
     grace: float = _GRACE_SECONDS,
+    nodes: int = 1,
 ) -> Any:
     """Run ``function(member, *args)`` on new ranks; returns what rank 0 returned.
 
@@ -191,6 +193,11 @@ def launch(
     grace : float
         seconds that the other ranks may go on after one has raised or died.
 
+    nodes : int
+        emulate this many nodes: equal parts of the ranks, in order, of which each shares memory
+        only inside. NCCL then takes sockets between them. Without effect under ``torchrun``, where
+        the hosts are the nodes.
+
     Raises
     ------
     RankFailure
@@ -199,6 +206,12 @@ def launch(
     # these raise once here, and not on every rank, if a variable is invalid
     timeout_seconds()
     kernels_allowed()
+    require(
+        1 <= nodes <= world_size and world_size % nodes == 0,
+        f"{world_size} ranks on {nodes} nodes",
+        "nodes of equally many ranks",
+        "pass another world_size, or another number of nodes",
+    )
     given = given_world_size()
     if given is not None:
         _require_given(world_size, given)
@@ -212,7 +225,16 @@ def launch(
         ):
             context: Any = mp.start_processes(
                 _rank_main,
-                (world_size, device_type, store.port, os.getpid(), str(result), function, args),
+                (
+                    world_size,
+                    nodes,
+                    device_type,
+                    store.port,
+                    os.getpid(),
+                    str(result),
+                    function,
+                    args,
+                ),
                 nprocs=world_size,
                 join=False,
                 start_method="spawn",
@@ -311,6 +333,7 @@ def _apply(changes: Mapping[str, str | None]) -> None:
 def _rank_main(
     rank: int,
     world_size: int,
+    nodes: int,
     device_type: DeviceType,
     port: int,
     parent: int,
@@ -326,6 +349,8 @@ def _rank_main(
         return
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if nodes > 1:
+        os.environ[HOST_ID] = f"{host_name()} node {rank * nodes // world_size}"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     member = _join(device_type, rank, world_size, rank, store)
     value = function(member, *args)

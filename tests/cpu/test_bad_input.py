@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import parity
-from tests.support.calls import refusal
+from tests.support.calls import SLACK, refusal
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case, prepare
 from tests.support.worlds import Member, World, Worlds, one_shot
 
@@ -24,7 +24,6 @@ from tileweave.planning.problem import MatmulConfig
 from tileweave.transport import host_memory
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds in which waits time out
-SLACK = 2.0
 CASE = Case(18, 18, 40, bias=True)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig(

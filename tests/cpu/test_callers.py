@@ -400,21 +400,22 @@ def added_by_compiled_code(me: Member) -> None:
     torch._dynamo.reset()
     x, w, factors = (random(4, 8, seed=n, dtype=torch.float32) for n in range(3))
     w = w.requires_grad_()
-    added = [torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8)]
+    added = [torch.ones(4, 8) for _ in range(6)]
 
-    def loss(into: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
+    def loss(into: torch.Tensor, summed: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
         y = tw.all_gather_matmul(x, w, main_grad=into)
         z = tw.matmul_reduce_scatter(factors, w, main_grad=summed)
-        return y.square().sum() + z.square().sum()
+        u = tw.matmul_all_reduce(factors, w, main_grad=reduced)
+        return y.square().sum() + z.square().sum() + u.square().sum()
 
     for function, into in (
-        (loss, added[:2]),
-        (torch.compile(loss, fullgraph=True, backend="aot_eager"), added[2:]),
+        (loss, added[:3]),
+        (torch.compile(loss, fullgraph=True, backend="aot_eager"), added[3:]),
     ):
         for _ in range(2):  # later calls add to it before the first backward runs
             function(*into).backward()
     assert w.grad is None or not w.grad.any()
-    for eager, compiled in zip(added[:2], added[2:], strict=True):
+    for eager, compiled in zip(added[:3], added[3:], strict=True):
         torch.testing.assert_close(eager, compiled)
         assert not torch.equal(eager, torch.ones(4, 8))
 

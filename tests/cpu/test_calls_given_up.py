@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.calls import run_either
+from tests.support.calls import SLACK, run_either
 from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
@@ -20,7 +20,7 @@ from tileweave.transport import rendezvous
 from tileweave.transport.cpu import CpuTransport
 from tileweave.transport.workspace import Instance
 
-SECONDS, SLACK = 2.0, 2.0
+SECONDS = 2.0
 DEPTH, COLS = 16, 8
 VICTIM = 1
 REFUSED = {"RankMismatchError", "PeerTimeout"}

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from tests.support.calls import refusal
+from tests.support.calls import SLACK, refusal
 from tests.support.matmul_cases import Case, prepare
 from tests.support.worlds import Member, one_shot
 
 import tileweave as tw
 
-SECONDS, SLACK = 2.0, 2.0
+SECONDS = 2.0
 CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
 VICTIM = 1
 ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}

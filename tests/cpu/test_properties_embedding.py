@@ -367,6 +367,7 @@ def refused(me: Member, name: str) -> None:
         )
         with pytest.raises(tw.InputError, match=f"asked: .*{text}.*allowed: .*remedy: "):
             tw.distribute_indices(**arguments)
+    tw.close()  # the ranks go on together
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -18,14 +18,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.calls import refusal
+from tests.support.calls import SLACK, refusal
 from tests.support.worlds import STORE_IN_RANK, Member, one_shot
 
 import tileweave as tw
 from tileweave.transport.protocol import MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import REGISTRY, _first_words
 
-SECONDS, SLACK = 1.0, 2.0
+SECONDS = 1.0
 EXTRA = {STORE_IN_RANK: "1"}
 KINDS = {
     "first": {},

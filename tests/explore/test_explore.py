@@ -12,11 +12,6 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from tests.explore.absent_ranks import (
-    FORGOTTEN,
-    found_with_a_paused_rank,
-    found_with_absent_ranks,
-)
 from tests.explore.find_mutants import MUTANTS
 from tests.explore.numpy_blocks_agree import (
     found_in_each_operator,
@@ -29,6 +24,7 @@ from tests.explore.pushers import programs_that_push
 
 from tileweave import OPERATORS
 from tileweave.errors import InputError
+from tileweave.explore.absent import FORGOTTEN, found_in_cases
 from tileweave.explore.fuzz import COSTS, STRATEGIES, _replay, _scenarios, fuzz, pool, replay
 
 pytestmark = pytest.mark.timeout(400)  # many take a minute of CPU, on cores that others use, too
@@ -93,18 +89,19 @@ def test_concurrent_partitions() -> None:
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
 def test_absent_ranks_are_named_and_every_call_ends(how: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_with_absent_ranks, how).result() == []
+        assert processes.submit(found_in_cases, how).result() == []
 
 
-def test_paused_rank_is_not_overwritten() -> None:
+@pytest.mark.parametrize("how", ["paused", "reading"])
+def test_paused_rank_is_not_overwritten(how: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_with_a_paused_rank).result() == []
+        assert processes.submit(found_in_cases, how).result() == []
 
 
 @pytest.mark.parametrize("fault", FORGOTTEN)
 def test_faults_that_concern_paused_ranks_are_found(fault: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_with_a_paused_rank, fault).result()
+        assert processes.submit(found_in_cases, FORGOTTEN[fault][0], fault).result()
 
 
 def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ class Worker:
     def __init__(self, group: Group, rank: int, pages: list[bytearray]) -> None:
         self.group, self.rank = group, rank
         self.transport, self.ledger = Meeting(group, rank), Ledger()
-        self.ledger.open(pages, rank)
+        self.ledger.open(dict(enumerate(pages)), rank)
         self.instances: dict[str, Instance] = {}
 
     def attempt(self, request: Request) -> None:

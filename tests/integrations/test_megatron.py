@@ -167,21 +167,26 @@ def test_gpt_trains_as_megatron(pair: World, sequence_parallel: bool, biases: bo
         assert found["loss"] < 1e-5 and found["gradients"] < 1e-5, found
 
 
-def accumulated(me: Member) -> dict[str, Any]:
-    """Two micro-batches, with gradients of weights added to ``main_grad``."""
+def accumulated(me: Member, sequence_parallel: bool) -> dict[str, Any]:
+    """Two micro-batches, with gradients of weights added to ``main_grad``: of all layers, or of
+    those that end in an all-reduce."""
     on_the_cpu(me.world_size)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from tileweave.integrations import megatron as adapter
 
-    stock = gpt(get_gpt_layer_local_spec(), me.world_size, True, False)
-    ours = gpt(adapter.get_gpt_layer_spec(), me.world_size, True, False, fused=True)
+    stock = gpt(get_gpt_layer_local_spec(), me.world_size, sequence_parallel, False)
+    ours = gpt(adapter.get_gpt_layer_spec(), me.world_size, sequence_parallel, False, fused=True)
     ours.output_layer.gradient_accumulation_fusion = False  # Megatron's own needs Apex
+    ending = ("linear_proj.weight", "linear_fc2.weight")
+    for layer in ours.modules():
+        if isinstance(layer, adapter.ColumnParallelLinear) and not sequence_parallel:
+            layer.gradient_accumulation_fusion = False  # the forward is Megatron's own, too
     ours.load_state_dict(stock.state_dict(), strict=False)
     fused = {
         n: p
         for n, p in ours.named_parameters()
-        if "linear" in n and "norm" not in n and p.ndim == 2
+        if "linear" in n and p.ndim == 2 and (sequence_parallel or n.endswith(ending))
     }
     hooks: list[str] = []
     for n, p in fused.items():
@@ -204,9 +209,12 @@ def accumulated(me: Member) -> dict[str, Any]:
     }
 
 
-def test_gradients_are_added_to_main_grad(pair: World) -> None:
-    for found in pair.run(accumulated, timeout=SECONDS):
-        assert found["weights"] == 8 and found["hooks"] == 16 and found["told"], found
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_are_added_to_main_grad(pair: World, sequence_parallel: bool) -> None:
+    for found in pair.run(accumulated, sequence_parallel, timeout=SECONDS):
+        weights = 8 if sequence_parallel else 4
+        assert found["weights"] == weights and found["hooks"] == 2 * weights, found
+        assert found["told"], found
         assert found["apart"] < 1e-5 and found["others"] < 1e-5, found
 
 

@@ -6,25 +6,32 @@ an attention that has a backward on the CPU, and no FSDP, which wants a data-par
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.worlds import Member, World
+from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip(
     "torchtitan", reason="pip install 'tileweave[torchtitan]'", exc_type=ImportError
 )
 
 STEPS, LEARNING_RATE = 3, 0.1
+SECONDS = 240  # of a job: the first one imports torchtitan, which takes a while on a busy machine
+pytestmark = pytest.mark.timeout(300)
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(16).expand(2, 16).contiguous()
 
 
 def on_the_cpu() -> None:
     """Let torchtitan run without a GPU."""
+    import spmd_types._dist as spmd_dist
     import torchtitan.distributed.parallel_dims as parallel_dims
     import torchtitan.models.common.attention as attention
     import torchtitan.tools.utils as tools
@@ -37,30 +44,54 @@ def on_the_cpu() -> None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
         if options.get("return_aux") is None:
             return y
-        return y, SimpleNamespace(lse=None, max_scores=None)
+        scores = (
+            q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
+        )
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        lse = scores.masked_fill(~causal, float("-inf")).logsumexp(-1)
+        return y, SimpleNamespace(lse=lse, max_scores=None)
 
     for name in ("compiled_flex_attn", "_compiled_flex_attn"):
         setattr(attention.FlexAttention, name, staticmethod(causal))
+    spmd_dist.dist.all_to_all = all_to_all
+
+
+def all_to_all(received: list[torch.Tensor], sent: list[torch.Tensor], **options: Any) -> None:
+    """torch.distributed.all_to_all, of which gloo has only the case of equal sizes."""
+    sizes = [t.shape[0] for t in received]
+    rows = torch.cat(received)
+    dist.all_to_all_single(rows, torch.cat(sent), sizes, [t.shape[0] for t in sent], **options)
+    for t, part in zip(received, rows.split(sizes), strict=True):
+        t.copy_(part)
 
 
 def debug_model(size: int, overrides: list[str]) -> tuple[Any, Any, Any]:
-    """(model, context of a step, meshes); ``overrides`` as on the command line."""
-    from torchtitan.config.override import OverrideConfig, apply_overrides
-    from torchtitan.distributed import ParallelDims, utils
+    """The Llama 3 debug model on ``size`` ranks of tensor parallelism; see :func:`built`."""
     from torchtitan.models.llama3 import config_registry
 
     name = "llama3_debugmodel_dist_gemm" if overrides else "llama3_debugmodel"
-    config = getattr(config_registry, name)()
-    config.parallelism.spmd_backend = "spmd_types"
-    config.parallelism.tensor_parallel_degree = size
-    config.parallelism.data_parallel_shard_degree = 1
+    return built(getattr(config_registry, name)(), size, overrides, tensor=size)
+
+
+def built(
+    config: Any, size: int, overrides: list[str], *, tensor: int, experts: int = 1
+) -> tuple[Any, Any, Any]:
+    """(model, context of a step, meshes); ``overrides`` as on the command line."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed import ParallelDims, utils
+
+    backend = "spmd_types" if tensor == size else "partial_dtensor"
+    config.parallelism.spmd_backend = backend
+    config.parallelism.tensor_parallel_degree = tensor
+    config.parallelism.expert_parallel_degree = experts
+    config.parallelism.data_parallel_shard_degree = size // tensor
     config.training.seq_len = 16
     config.training.mixed_precision_param = "float32"
     config.activation_checkpoint = None
     model_config = config.model_spec.model
     model_config.layers = model_config.layers[:2]
     apply_overrides(OverrideConfig(imports=overrides), config)
-    utils.set_spmd_backend("spmd_types")
+    utils.set_spmd_backend(backend)
     meshes = ParallelDims.from_config(config.parallelism, size)
     meshes.build_mesh()
     model_config.update_from_config(config=config)
@@ -68,7 +99,21 @@ def debug_model(size: int, overrides: list[str]) -> tuple[Any, Any, Any]:
     model = model_config.build()
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
-    model.parallelize(meshes)
+    if tensor == size:
+        model.parallelize(meshes)
+    else:  # with FSDP
+        config.model_spec.parallelize_fn(
+            model,
+            parallel_dims=meshes,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder="",
+        )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a sum
     return model, utils.get_spmd_context(parallel_dims=meshes), meshes
 
 
@@ -83,10 +128,12 @@ def losses_of(model: Any, context: Any, meshes: Any) -> tuple[list[float], list[
     losses: list[float] = []
     gradients: list[torch.Tensor] = []
     for _ in range(STEPS):
+        ids, labels, extra = IDS.clone(), IDS.clone(), {"positions": POSITIONS.clone()}
+        masks = model.get_attention_masks(POSITIONS)
         with context():
-            extra = {"positions": POSITIONS.clone()}
-            ids, _, extra = annotate_input_spmd_types(meshes, IDS.clone(), IDS.clone(), extra)
-            extra["attention_masks"] = model.get_attention_masks(POSITIONS)
+            if meshes.spmd_backend == "spmd_types":
+                ids, labels, extra = annotate_input_spmd_types(meshes, ids, labels, extra)
+            extra["attention_masks"] = masks
             loss = model(ids, **extra).float().square().mean()
             loss.backward()
         with torch.no_grad():
@@ -128,10 +175,96 @@ def trained(me: Member) -> dict[str, Any]:
 
 
 def test_debug_model_trains_with_the_same_losses(pair: World) -> None:
-    for found in pair.run(trained, timeout=110):
+    for found in pair.run(trained, timeout=SECONDS):
         assert found["fell"]
         assert found["losses"] < 1e-5 and found["gradients"] < 1e-5, found
         layers = 2 * STEPS  # qkv, out; gate with up, down
         assert found["calls"] == ["all_gather_matmul"] * 2 * layers + (
             ["matmul_reduce_scatter"] * 2 * layers
         )
+
+
+EXPERTS = {
+    "qwen3": ("qwen3_moe_debug", "debugmodel_moe"),
+    "deepseek_v3": ("deepseek_v3_debugmodel", "debugmodel"),
+    "gpt_oss": ("gpt_oss_debugmodel_flex", "debugmodel"),
+}
+
+
+def smaller(family: str) -> Any:
+    """The configuration of a debug model with small experts."""
+    registry = import_module(f"torchtitan.models.{family}.config_registry")
+    config = getattr(registry, EXPERTS[family][0])()
+    for layer in config.model_spec.model.layers:
+        if layer.moe is not None:
+            layer.moe.routed_experts.inner_experts.hidden_dim = 48
+    return config
+
+
+def trained_experts(me: Member, family: str, tensor: int) -> dict[str, Any]:
+    """The experts of both compute in float32 in place of bfloat16: nothing hides in rounding."""
+    from tileweave.integrations import _torchtitan_experts as adapter
+
+    on_the_cpu()
+    size = me.world_size
+    override = "tileweave.integrations.torchtitan.experts"
+    stock = built(smaller(family), size, [], tensor=tensor, experts=size)
+    ours = built(smaller(family), size, [override], tensor=tensor, experts=size)
+    assert stock[0].state_dict().keys() == ours[0].state_dict().keys()
+    with torch.no_grad():
+        for mine, theirs in zip(ours[0].parameters(), stock[0].parameters(), strict=True):
+            local(mine).copy_(local(theirs))
+    calls: list[int] = []
+    inner, to_bfloat16 = adapter.grouped_matmul_combine, torch.Tensor.bfloat16
+    adapter.grouped_matmul_combine = lambda *a, **k: (calls.append(1), inner(*a, **k))[1]
+    torch.Tensor.bfloat16 = lambda t: t
+    try:
+        wanted, wanted_gradients = losses_of(*stock)
+        assert not calls
+        found, gradients = losses_of(*ours)
+    finally:
+        adapter.grouped_matmul_combine, torch.Tensor.bfloat16 = inner, to_bfloat16
+    layers = sum(hasattr(block, "moe") for block in ours[0].layers.values())
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)),
+        "fell": wanted[-1] < wanted[0],
+        "gradients": max(
+            float((a - b).abs().max() / b.abs().max().clamp_min(1e-9))
+            for a, b in zip(gradients, wanted_gradients, strict=True)
+        ),
+        "calls": len(calls) == STEPS * layers > 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "tensor"),
+    [
+        ("qwen3", 2, 1),
+        ("qwen3", 2, 2),
+        ("qwen3", 4, 2),
+        ("deepseek_v3", 2, 2),
+        ("gpt_oss", 2, 2),
+    ],
+)
+def test_debug_models_with_experts_train_with_the_same_losses(
+    request: pytest.FixtureRequest, family: str, ranks: int, tensor: int
+) -> None:
+    """Experts over all ranks, after TP over ``tensor`` of them, and FSDP over the rest."""
+    world: World = request.getfixturevalue("pair" if ranks == 2 else "four")
+    for found in world.run(trained_experts, family, tensor, timeout=SECONDS):
+        assert found["fell"] and found["calls"]
+        assert found["losses"] < 1e-5 and found["gradients"] < 1e-5, found
+
+
+def test_other_experts_stay_torchtitans(caplog: pytest.LogCaptureFixture) -> None:
+    from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
+
+    from tileweave.integrations.torchtitan import experts
+
+    on_the_cpu()
+    config = smaller("qwen3").model_spec.model.layers[0].moe.routed_experts
+    padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=2, pad_multiple=16)
+    quantised = replace(config, token_dispatcher=padded)
+    assert experts(quantised) is quantised
+    assert "TorchAOTokenDispatcher" in caplog.text
+    assert experts(config) is not config

@@ -12,7 +12,7 @@ from tileweave.transport.call_ledger import NBYTES, PLACES, Ledger
 
 
 def ledgers(size: int) -> list[Ledger]:
-    blocks = [bytearray(NBYTES) for _ in range(size)]
+    blocks = {rank: bytearray(NBYTES) for rank in range(size)}
     found = [Ledger() for _ in range(size)]
     for rank, ledger in enumerate(found):
         ledger.open(blocks, rank)
@@ -29,12 +29,12 @@ def test_ledger_without_memory_compares_nothing() -> None:
 
 def test_closed_ledger_keeps_no_memory() -> None:
     """Shared memory is unmapped when nothing refers to it."""
-    blocks, ledger = [bytearray(NBYTES) for _ in range(2)], Ledger()
+    blocks, ledger = {rank: bytearray(NBYTES) for rank in range(2)}, Ledger()
     ledger.open(blocks, 0)
     with pytest.raises(BufferError):
         blocks[1].append(0)
     ledger.close()
-    for block in blocks:
+    for block in blocks.values():
         block.append(0)  # raises while a view of it exists
 
 
@@ -86,7 +86,7 @@ def test_ledger_call_numbers_wrap() -> None:
     first, second = ledgers(2)
     for ledger in (first, second):
         ledger.calls = 2**32 - PLACES - 3
-        ledger._compared = [ledger.calls] * 2
+        ledger._compared = dict.fromkeys(range(2), ledger.calls)
     for mark in range(PLACES + 6):
         first.post("op", mark)
         second.post("op", mark)
@@ -108,7 +108,7 @@ def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int, be
     broken, made = found = ledgers(2)
     for ledger in found:
         ledger.calls = before
-        ledger._compared = [before] * 2
+        ledger._compared = dict.fromkeys(range(2), before)
         ledger.post("op", 5)
     if first == 1:
         made.post("op", 6)

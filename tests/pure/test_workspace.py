@@ -10,6 +10,7 @@ import torch
 import tileweave as tw
 from tileweave.planning.machine import CPU
 from tileweave.planning.schedules.gather import TileSchedule
+from tileweave.planning.topology import Topology
 from tileweave.transport import workspace
 from tileweave.transport.interface import Copy, SymmetricBuffer
 from tileweave.transport.protocol import (
@@ -38,6 +39,7 @@ class NotingTransport:
     def __init__(self, world_size: int = 4, rank: int = 1) -> None:
         self.device, self.machine = torch.device("cpu"), CPU
         self.rank, self.world_size = rank, world_size
+        self.topology = Topology.one_node(world_size)
         self.is_capturing = False
         self.events: list[str] = []
         self.buffers: list[SymmetricBuffer] = []
@@ -50,8 +52,8 @@ class NotingTransport:
         self.buffers.append(SymmetricBuffer(local, addresses))
         return self.buffers[-1]
 
-    def share(self, nbytes: int) -> list[bytearray]:
-        return []
+    def share(self, nbytes: int) -> dict[int, bytearray]:
+        return {}
 
     def barrier(self) -> None:
         self.events.append("barrier")

@@ -100,13 +100,13 @@ def _attempt(function: Callable[[], object]) -> Answer:
 
 
 def _history() -> History:
-    """How many calls of each group this rank has made, and which of them broke off."""
+    """For each group of this rank: how many calls it has made, and which of them broke off."""
     if "tileweave.transport.workspace" not in sys.modules:
         return {}
     registry = sys.modules["tileweave.transport.workspace"].REGISTRY
-    names = {name for name, _ in (*registry._workspaces, *registry._broken)}
     made = {name: one.ledger.calls for (name, _), one in registry._workspaces.items()}
-    return {name: (made.get(name), registry.broken_off(name)) for name in names}
+    names = dist.distributed_c10d._world.pg_names.values()
+    return {name: (made.get(name, 0), registry.broken_off(name)) for name in names}
 
 
 def _device(rank: int, backend: str) -> torch.device:
@@ -144,7 +144,7 @@ def gpu_ranks() -> int:
     return int(os.environ.get(ON_ONE_GPU, 0)) or torch.cuda.device_count()
 
 
-History = dict[str, tuple[int | None, str]]
+History = dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,13 @@ def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 class World:
     """``size`` ranks over ``backend``: "gloo" on the CPU, "nccl" on GPUs. Started when needed, and
-    again after a failure."""
+    again after a failure. ``nodes``: emulated; equal parts of the ranks, which share memory inside
+    only."""
 
-    def __init__(self, backend: str, size: int, extra: Mapping[str, str] | None = None) -> None:
-        self.backend, self.size = backend, size
+    def __init__(
+        self, backend: str, size: int, extra: Mapping[str, str] | None = None, nodes: int = 1
+    ) -> None:
+        self.backend, self.size, self.nodes = backend, size, nodes
         extra = extra or {"WORLD_ENDS_WELL": "1"}
         self._environment = environment_for(backend, extra)
         # Imports read none of these variables. Ranks on GPUs are processes of their own.
@@ -284,9 +287,12 @@ class World:
 
     def _start_rank(self, rank: int, pipe: int, log: int) -> subprocess.Popen[bytes] | Forked:
         arguments = (rank, self.size, self.backend, self._port)
+        environment = self._environment
+        if self.nodes > 1:
+            environment = environment | {"NCCL_HOSTID": f"node {rank * self.nodes // self.size}"}
         if self._forks:
             return server(environment_for(self.backend, {})).fork(
-                self._environment, pipe, log, *arguments
+                environment, pipe, log, *arguments
             )
         command = [
             sys.executable,
@@ -294,7 +300,7 @@ class World:
             f"from tests.support.worlds import serve; serve({pipe}, *{arguments!r})",
         ]
         return subprocess.Popen(
-            command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[pipe]
+            command, env=environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[pipe]
         )
 
     def close(self) -> None:
@@ -356,13 +362,14 @@ class World:
 
 
 class Worlds:
-    """The worlds of a test session, by backend and size."""
+    """The worlds of a test session, by backend, size and number of nodes."""
 
     def __init__(self) -> None:
-        self._worlds: dict[tuple[str, int], World] = {}
+        self._worlds: dict[tuple[str, int, int], World] = {}
 
-    def __call__(self, backend: str, size: int) -> World:
-        return self._worlds.setdefault((backend, size), World(backend, size))
+    def __call__(self, backend: str, size: int, nodes: int = 1) -> World:
+        key = (backend, size, nodes)
+        return self._worlds.setdefault(key, World(backend, size, nodes=nodes))
 
     def close(self) -> None:
         for world in self._worlds.values():
@@ -376,8 +383,9 @@ def one_shot(
     *args: object,
     extra: Mapping[str, str] | None = None,
     timeout: float = 60.0,
+    nodes: int = 1,
 ) -> list[Outcome]:
     """Run ``function`` in its own world until every process has ended by itself. Return how each
     ended, by rank."""
-    world = World(backend, size, extra or {"WORLD_ENDS_WELL": "0"})
+    world = World(backend, size, extra or {"WORLD_ENDS_WELL": "0"}, nodes)
     return world.run_to_the_end(function, *args, timeout=timeout)

@@ -24,6 +24,7 @@ from tileweave.bench.samples import samples_of
 from tileweave.errors import InputError
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import why_no_kernel
+from tileweave.transport.nodes import host_name
 from tileweave.transport.workspace import kernels_allowed
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
@@ -175,10 +176,24 @@ def _devices(count: int) -> list[Fact]:
     )
     facts.append(Fact("shared host memory", text, usable))
     facts.append(Fact("NVLink multicast", "not needed"))
+    facts.append(_nodes())
     for name in sorted(os.environ):
         if name.startswith("TILEWEAVE_") or name == "TRITON_INTERPRET":
             facts.append(Fact(name, os.environ[name]))
     return facts
+
+
+def _nodes() -> Fact:
+    """The nodes of the job that this process is in, as far as its environment tells. Operators find
+    the nodes of a group at its first call."""
+    name, here = "nodes", f"this one is {host_name()}"
+    sizes = [os.environ.get(word, "") for word in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if not all(text.isdecimal() and int(text) for text in sizes):
+        return Fact(name, f"{here}; no torchrun tells of others")
+    ranks, each = map(int, sizes)
+    nodes = -(-ranks // each)
+    between = "" if nodes == 1 else "; in groups over several, see docs/guides/several-nodes.md"
+    return Fact(name, f"{nodes} node{'s' * (nodes > 1)} x {each} by torchrun, {here}{between}")
 
 
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:

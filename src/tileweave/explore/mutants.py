@@ -12,7 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).parents[1]
 # What exploration runs as it is. Gluon kernels and transports of devices cannot be interpreted.
@@ -71,8 +73,10 @@ def files() -> list[str]:
     return found
 
 
-def functions(file: str) -> Iterator[tuple[Place, ast.FunctionDef]]:
-    """Functions and methods of a file; what is defined inside a function belongs to it."""
+@lru_cache(maxsize=128)
+def functions(file: str) -> tuple[tuple[Place, ast.FunctionDef], ...]:
+    """Functions and methods of a file; what is defined inside a function belongs to it. They are
+    shared: change a copy."""
 
     def of(body: list[ast.stmt], prefix: str) -> Iterator[tuple[Place, ast.FunctionDef]]:
         for node in body:
@@ -82,7 +86,7 @@ def functions(file: str) -> Iterator[tuple[Place, ast.FunctionDef]]:
                 first = min((d.lineno for d in node.decorator_list), default=node.lineno)
                 yield Place(file, prefix + node.name, first, node.lineno), node
 
-    yield from of(ast.parse((SOURCE / file).read_text("utf-8")).body, "")
+    return tuple(of(ast.parse((SOURCE / file).read_text("utf-8")).body, ""))
 
 
 def mutants(file: str) -> Iterator[Mutant]:
@@ -108,6 +112,48 @@ def mutated(mutant: Mutant) -> ast.FunctionDef:
     function = next(node for place, node in functions(mutant.place.file) if place == mutant.place)
     node = _walk(function)[mutant.index]
     return replaced(function, mutant.index, list(variants(node))[mutant.variant][1])
+
+
+def statements(function: ast.FunctionDef) -> list[int]:
+    """The indices of statements in the walk through ``function``."""
+    return [i for i, node in enumerate(_walk(function)) if isinstance(node, ast.stmt)]
+
+
+@lru_cache(maxsize=4096)
+def _statements_of(place: Place) -> list[int]:
+    return statements(next(node for one, node in functions(place.file) if one == place))
+
+
+def statement_of(mutant: Mutant) -> int:
+    """The index of the statement that ``mutant`` changes, or that has the expression it changes:
+    the walk visits that of a compound statement before the statements inside."""
+    return max(index for index in _statements_of(mutant.place) if index <= mutant.index)
+
+
+def noted(function: ast.FunctionDef, numbers: dict[int, int], note: str) -> ast.FunctionDef:
+    """A copy of ``function`` that calls ``note`` with its number before each of its
+    statements."""
+    whole = copy.deepcopy(function)
+    of = {
+        id(node): number
+        for i, node in enumerate(_walk(whole))
+        if (number := numbers.get(i)) is not None
+    }
+
+    class Note(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            changed = self.generic_visit(node)
+            if id(node) not in of:
+                return changed
+            call = ast.Call(ast.Name(note, ast.Load()), [ast.Constant(of[id(node)])], [])
+            return [ast.copy_location(ast.Expr(call), node), changed]
+
+    whole.body = [one for node in whole.body for one in _as_list(Note().visit(node))]
+    return ast.fix_missing_locations(whole)
+
+
+def _as_list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
 
 
 def replaced(function: ast.FunctionDef, index: int, changed: ast.AST) -> ast.FunctionDef:

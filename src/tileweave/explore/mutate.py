@@ -1,17 +1,18 @@
 """``tileweave mutate``: each mutant of the kernels runs in exploration until it is found.
 
-The process that does it has explored every scenario once and knows which functions each of them
-reaches. It forks for every mutant; the child puts the changed code into the function, where it is,
-and explores the scenarios that reach it. So nothing is imported or rewritten again.
+The process that does it has run every scenario and knows which statements each run reaches. It
+forks for every mutant; the child puts the changed code into the function, where it is, and explores
+the scenarios that reach its statement, then those with absent ranks (``absent``). So nothing is
+imported or rewritten again.
 
-A mutant is *found* if an interleaving fails, or does not end. One that survives is *explained* by
-an entry of ``harmless.json``, which says why it is no fault; otherwise it is a *survivor*.
+A mutant is *found* if a run fails, or does not end. One that survives is *explained* by an entry of
+``harmless.json``, which says why it is no fault; otherwise it is a *survivor*, also if nothing
+reaches it.
 """
 
 from __future__ import annotations
 
 import ast
-import cProfile
 import gc
 import json
 import os
@@ -23,9 +24,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from tileweave.bench.console import Steps
@@ -34,10 +36,14 @@ from tileweave.explore.fuzz import COSTS, STRATEGIES, pool
 from tileweave.explore.mutants import SOURCE, Mutant, Place
 
 RUNS = 64  # interleavings of one mutant at most
-SECONDS = 3.0  # CPU time of one mutant at most; the last interleaving may take as long again
+# CPU time of one mutant at most, of interleavings, and again of cases with absent ranks
+SECONDS = 3.0
+LONGEST = 3.0  # CPU time of one run: without a fault none takes a second
 MOST_STEPS = 30_000  # of one interleaving; without a fault none has a third of it
 PUT_IN = b"put in "
-LEAST_SHARE = 0.95  # to be found, of mutants that are reached and not explained
+# runs of each scenario that show what it reaches: (world, strategy, number)
+SHOWN = ((2, "walk", 1), (3, "pct", 0), (2, "malice", 3), (3, "delay", 2))
+HOWS = ("reading", "paused", "named", "moments", "everywhere")  # kinds of absence, cheapest first
 HARMLESS = Path(__file__).with_name("harmless.json")
 
 
@@ -67,10 +73,14 @@ class Report:
         return sum(one.outcome == outcome for one in self.judged)
 
     @property
+    def unexplained(self) -> int:
+        return self.count("survived") + self.count("unreached")
+
+    @property
     def share(self) -> float:
-        """Found, of those that are reached and not explained as harmless."""
-        found, survived = self.count("found"), self.count("survived")
-        return found / (found + survived) if found + survived else 1.0
+        """Found, of those that are not explained as harmless."""
+        found = self.count("found")
+        return found / max(found + self.unexplained, 1)
 
     def as_json(self) -> dict[str, object]:
         kinds: dict[str, Counter[str]] = defaultdict(Counter)
@@ -110,77 +120,185 @@ def explained(key: str, known: Iterable[tuple[re.Pattern[str], str]]) -> str:
 
 
 class Prepared:
-    """What children share: functions by their place, and the scenarios that reach each."""
+    """What children share: functions by their place, and which runs reach which statements.
 
-    def __init__(self, enter: Callable[[Any], None]) -> None:
+    ``chosen``: the mutants. With few of them the runs that show what is reached are few, too.
+    """
+
+    def __init__(self, enter: Callable[[Any], None], chosen: list[Mutant]) -> None:
         from tileweave.explore import search, tasks
 
         self.enter, self.search = enter, search
         self.names = sorted(search.by_name(), key=lambda name: COSTS.get(name, 1.0))
-        self.reached: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-        for name in self.names:
-            profile = cProfile.Profile()
-            profile.enable()
-            search.run(search.Seed(name, 2, "walk", 1), enter)
-            profile.disable()
-            for entry in profile.getstats():
-                if not isinstance(entry.code, str):
-                    code = entry.code
-                    self.reached[code.co_filename, code.co_name, code.co_firstlineno].append(name)
-        tasks.MAX_STEPS = MOST_STEPS
+        for name in self.names:  # imports what it needs, and Triton rewrites its kernels
+            search.run(search.Seed(name, 2, "walk", 0), enter)
         self.functions = _functions()
         self.caches = _caches()
+        statements = _Statements(self.functions, {mutant.place for mutant in chosen})
+        # statement -> seeds of runs that reach it, and cases with absent ranks that do
+        self.runs: dict[tuple[Place, int], list[Any]] = defaultdict(list)
+        self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
+        self.absent: list[Any] = []
+        shown = SHOWN if len(chosen) > 100 else SHOWN[:2]
+        for world, strategy, number in shown:
+            for name in self.names:
+                seed = search.Seed(name, world, strategy, number)
+                for statement in statements.reached(lambda s=seed: search.run(s, enter)):
+                    self.runs[statement].append(seed)
+        if len(chosen) > 100:
+            self._show_absence(statements)
+        statements.restore()
+        tasks.MAX_STEPS = MOST_STEPS
         gc.collect()
         gc.freeze()
 
-    def scenarios(self, place: Place) -> list[str]:
-        path, name = str(SOURCE / place.file), place.name.rpartition(".")[2]
-        found = {
-            scenario
-            for line in range(place.first, place.line + 1)
-            for scenario in self.reached.get((path, name, line), ())
-        }
-        return [name for name in self.names if name in found]
+    def _show_absence(self, statements: _Statements) -> None:
+        """Fill ``cases``, in a fork: it replaces waits."""
+        from tileweave.explore.absent import Absence, cases
 
-    def explore(self, names: list[str], seconds: float) -> tuple[str, int]:
-        """In a child, with its mutant: (the violation that finds it or "", interleavings)."""
+        for how in HOWS:
+            most = {case.scenario: case.programs for case in cases(how)}  # the last ones
+            self.absent += [c for c in cases(how) if c.seed == 0 and c.programs == most[c.scenario]]
+
+        def show(into: int) -> None:
+            absence = Absence(self.enter)
+            found = [
+                sorted(statements.numbers(lambda c=case: absence.found(c))) for case in self.absent
+            ]
+            with os.fdopen(into, "w") as pipe:
+                json.dump(found, pipe)
+
+        child, out = _forked(show)
+        with os.fdopen(out) as pipe:
+            found = json.load(pipe)
+        os.waitpid(child, 0)
+        for number, reached in enumerate(found):
+            for statement in reached:
+                self.cases[statements.names[statement]].append(number)
+
+    def reach(self, mutant: Mutant) -> tuple[list[Any], list[Any]]:
+        """(seeds, cases with absent ranks) that reach the statement of ``mutant``."""
+        at = mutant.place, trees.statement_of(mutant)
+        by_how = [
+            [case for number in self.cases[at] if (case := self.absent[number]).how == how]
+            for how in HOWS
+        ]
+        turns = zip_longest(*by_how)  # each kind in turn
+        return self.runs[at], [case for turn in turns for case in turn if case is not None]
+
+    def explore(self, seeds: list[Any], cases: list[Any], seconds: float) -> tuple[str, int]:
+        """In a child, with its mutant: (what finds it or "", runs)."""
         began, tried = time.process_time(), 0
-        for number in range(RUNS):
-            for strategy in STRATEGIES:
-                for name in names:
-                    tried += 1
-                    world = 3 if tried % 3 == 0 else 2
-                    seed = self.search.Seed(name, world, strategy, number)
-                    found = self.search.run(seed, self.enter).failure
-                    if found is not None:
-                        return f"{found.kind}: {found.text} ({seed})", tried
-                    if tried >= RUNS or time.process_time() - began > seconds:
-                        return "", tried
+        for seed in _many(seeds, self.search.Seed):
+            if tried >= RUNS or time.process_time() - began > seconds:
+                break
+            tried += 1
+            _must_end()
+            found = self.search.run(seed, self.enter).failure
+            if found is not None:
+                return f"{found.kind}: {found.text} ({seed})", tried
+        if not cases:
+            return "", tried
+        from tileweave.explore.absent import Absence
+
+        absence, began = Absence(self.enter), time.process_time()
+        for case in cases:
+            if time.process_time() - began > seconds:
+                break
+            tried += 1
+            _must_end()
+            try:
+                wrong = absence.found(case)
+            except (self.search.Violation, *self.search.RAISED) as error:
+                wrong = [f"{type(error).__name__}: {error} ({case})"]
+            if wrong:
+                return wrong[0], tried
         return "", tried
 
     def put_in(self, mutant: Mutant) -> None:
         """Change the code of the function, for all that hold it."""
         found = self.functions[mutant.place.file, mutant.place.name]
         for function, jit in found:
-            function.__code__ = _compiled(mutant, function, jit)
+            node = trees.mutated(mutant)
+            function.__code__ = _compiled(node, mutant.place.file, function, jit)
         for cache in self.caches:
             cache.cache_clear()
 
 
-def _compiled(mutant: Mutant, function: FunctionType, jit: bool) -> Any:
+def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
+    """``seeds``, then others of the same scenarios: all strategies, worlds of 2 and 3."""
+    yield from seeds
+    names = list(dict.fromkeys(seed.scenario for seed in seeds))
+    for number in range(RUNS):
+        for world, strategy in zip((2, 2, 3, 2), STRATEGIES, strict=True):
+            for name in names:
+                seed = make(name, world, strategy, number)
+                if seed not in seeds:
+                    yield seed
+
+
+class _Statements:
+    """Puts a note in front of each statement of the functions at ``places``, until
+    :meth:`restore`."""
+
+    def __init__(
+        self,
+        functions: dict[tuple[str, str], list[tuple[FunctionType, bool]]],
+        places: set[Place],
+    ) -> None:
+        self.names: list[tuple[Place, int]] = []
+        self._seen: set[int] = set()
+        self._before: list[tuple[FunctionType, CodeType]] = []
+        for place in sorted(places, key=lambda p: (p.file, p.line)):
+            node = next(node for one, node in trees.functions(place.file) if one == place)
+            indices = trees.statements(node)
+            first = len(self.names)
+            self.names += [(place, index) for index in indices]
+            numbers = {index: first + i for i, index in enumerate(indices)}
+            for function, jit in functions[place.file, place.name]:
+                self._before.append((function, function.__code__))
+                noted = trees.noted(node, numbers, NOTE)
+                function.__code__ = _compiled(noted, place.file, function, jit)
+                function.__globals__[NOTE] = self._seen.add
+
+    def numbers(self, run: Callable[[], object]) -> set[int]:
+        self._seen.clear()
+        run()
+        return set(self._seen)
+
+    def reached(self, run: Callable[[], object]) -> list[tuple[Place, int]]:
+        return [self.names[number] for number in self.numbers(run)]
+
+    def restore(self) -> None:
+        for function, code in self._before:
+            function.__code__ = code
+            function.__globals__.pop(NOTE, None)
+
+
+NOTE = "_tileweave_reached"
+
+
+def _compiled(node: ast.FunctionDef, file: str, function: FunctionType, jit: bool) -> CodeType:
+    """The code of ``node``, a changed copy of ``function``."""
     from triton.runtime import interpreter as triton_interpreter
 
-    node = trees.mutated(mutant)
     node.decorator_list = []
     node.returns = None
-    whole: Any = ast.Module([node], [])
+    body: list[ast.stmt] = [node]
+    free = function.__code__.co_freevars  # such as the class that super() needs
+    if free:
+        around = ast.parse(f"def around():\n {' = '.join(free)} = None\n return {node.name}")
+        outer: Any = around.body[0]
+        outer.body.insert(1, node)
+        body = around.body
+    whole: Any = ast.Module(body, [])
     if jit:
         whole = triton_interpreter.FunctionRewriter.ast_transformer.visit(whole)
     ast.fix_missing_locations(whole)
     names: dict[str, Any] = {}
-    code = compile(whole, str(SOURCE / mutant.place.file), "exec")
+    code = compile(whole, str(SOURCE / file), "exec")
     exec(code, function.__globals__, names)
-    return names[node.name].__code__
+    return (names["around"]() if free else names[node.name]).__code__
 
 
 def _functions() -> dict[tuple[str, str], list[tuple[FunctionType, bool]]]:
@@ -219,13 +337,16 @@ def _caches() -> list[Any]:
     ]
 
 
-def _child(prepared: Prepared, mutant: Mutant, names: list[str], seconds: float, into: int) -> None:
+def _must_end() -> None:
+    """Ends this process in a while: a mutant may loop for ever without a scheduling point."""
+    signal.setitimer(signal.ITIMER_PROF, LONGEST)
+
+
+def _child(prepared: Prepared, mutant: Mutant, seconds: float, into: int) -> None:
     began = time.process_time()
     prepared.put_in(mutant)
     os.write(into, PUT_IN)  # from here on, an end of this process is one of the mutant
-    # ends the process: a mutant may loop for ever without a scheduling point
-    signal.setitimer(signal.ITIMER_PROF, 2 * seconds + 2)
-    how, tried = prepared.explore(names, seconds)
+    how, tried = prepared.explore(*prepared.reach(mutant), seconds)
     with os.fdopen(into, "w") as pipe:
         json.dump([how, tried, time.process_time() - began], pipe)
 
@@ -255,19 +376,16 @@ def _judge(chosen: list[Mutant], workers: int, seconds: float) -> Iterator[Judge
     torch.set_num_threads(1)
     known = explanations()
     with exploring() as enter:
-        prepared = Prepared(enter)
+        prepared = Prepared(enter, chosen)
         waiting = list(reversed(chosen))
         running: dict[int, tuple[int, Mutant, list[bytes]]] = {}
         while waiting or running:
             while waiting and len(running) < workers:
                 mutant = waiting.pop()
-                names = prepared.scenarios(mutant.place)
-                if not names:
+                if not any(prepared.reach(mutant)):
                     yield _outcome(mutant, "unreached", "", 0, 0.0, known)
                     continue
-                child, out = _forked(
-                    lambda into, m=mutant, n=names: _child(prepared, m, n, seconds, into)
-                )
+                child, out = _forked(lambda into, m=mutant: _child(prepared, m, seconds, into))
                 running[out] = (child, mutant, [])
             if not running:
                 break
@@ -289,7 +407,7 @@ def _judge(chosen: list[Mutant], workers: int, seconds: float) -> Iterator[Judge
                 else:
                     ended = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
                     how = "does not end" if ended else f"the process ends with status {status}"
-                    yield _outcome(mutant, "found", how, 0, 2 * seconds + 2, known)
+                    yield _outcome(mutant, "found", how, 0, LONGEST, known)
 
 
 def _outcome(
@@ -300,9 +418,21 @@ def _outcome(
     seconds: float,
     known: list[tuple[re.Pattern[str], str]],
 ) -> Judged:
-    if outcome in ("survived", "unreached") and (why := explained(mutant.key, known)):
-        outcome, how = "explained", why
-    return Judged(mutant.key, mutant.kind, mutant.line, outcome, how, tried, round(seconds, 2))
+    judged = Judged(mutant.key, mutant.kind, mutant.line, outcome, how, tried, round(seconds, 2))
+    return _explained(judged, known)
+
+
+def _explained(judged: Judged, known: list[tuple[re.Pattern[str], str]]) -> Judged:
+    """``judged`` by the explanations that there are."""
+    if judged.outcome in ("survived", "unreached") and (why := explained(judged.key, known)):
+        return judged._replace(outcome="explained", how=why)
+    return judged
+
+
+def _logged(log: Path | None) -> list[Judged]:
+    if log is None or not log.exists():
+        return []
+    return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
 
 
 def _send(chosen: list[Mutant], workers: int, seconds: float, to: Any) -> None:
@@ -320,14 +450,28 @@ def mutate(
     seconds: float = SECONDS,
     most: float = 0.0,
     show: bool = True,
+    log: Path | None = None,
 ) -> Report:
     """Run ``sample`` mutants (0: all) whose keys contain ``pattern``, drawn with ``seed``, each for
-    at most ``seconds`` of CPU time, and begin none after ``most`` seconds (0: no limit)."""
+    at most ``seconds`` of CPU time, and begin none after ``most`` seconds (0: no limit).
+
+    log : a file to which each result is added, as a line of JSON. Mutants that it has are not run
+        again.
+    """
     there = all_mutants(pattern)
     chosen = list(there)
     random.Random(seed).shuffle(chosen)
     chosen = chosen[: sample or len(chosen)]
     report, began = Report(len(there), seed), time.monotonic()
+    wanted, known = {mutant.key for mutant in chosen}, explanations()
+    for one in _logged(log):
+        if one.key in wanted:
+            report.judged.append(_explained(one, known))
+            wanted.remove(one.key)
+    chosen = [mutant for mutant in chosen if mutant.key in wanted]
+    if not chosen:
+        return report
+    before = len(report.judged)
     every = max(len(chosen) // 40, 1)
     with pool(1), Steps("mutate", -(-len(chosen) // every), show) as steps:  # for its environment
         receive, send = get_context("spawn").Pipe(duplex=False)
@@ -339,9 +483,12 @@ def mutate(
         try:
             while (judged := _received(receive)) is not None:
                 report.judged.append(judged)
+                if log is not None:
+                    with log.open("a") as lines:
+                        lines.write(json.dumps(judged._asdict()) + "\n")
                 late = most and time.monotonic() - began > most
-                if len(report.judged) % every == 0 or len(report.judged) == len(chosen):
-                    spent, done = time.monotonic() - began, len(report.judged)
+                spent, done = time.monotonic() - began, len(report.judged) - before
+                if done % every == 0 or done == len(chosen):
                     left = spent / done * (len(chosen) - done)
                     steps.now(f"{done} of {len(chosen)} mutants, about {left:.0f} s more")
                     steps.done(

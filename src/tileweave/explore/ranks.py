@@ -13,6 +13,7 @@ import torch
 from tileweave.explore.memory import CELL, Memory, Region, Store
 from tileweave.explore.tasks import Strategy, Task, Tasks
 from tileweave.planning.machine import CPU, Machine
+from tileweave.planning.topology import Topology
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
@@ -40,7 +41,7 @@ class Rank:
 class World:
     """R ranks in this process. ``resident`` programs of a rank run at once (None: all), in order of
     their ids, and are on ``multiprocessors`` in turn.
-    ``cell_bytes``: of the elements of slots, if less than 4."""
+    ``cell_bytes``: of the elements of slots, if less than 4. Ranks are divided into ``nodes``."""
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class World:
         recording: bool = False,
         multiprocessors: int = 1,
         cell_bytes: int = CELL,
+        nodes: int = 1,
     ) -> None:
         self.size, self.resident = size, resident
+        self.topology = Topology(tuple(rank * nodes // size for rank in range(size)))
         self.multiprocessors, self.cell_bytes = multiprocessors, cell_bytes
         self.memory = Memory(size * COMPONENTS)
         self.tasks = Tasks(self.memory, strategy, recording)
@@ -65,7 +68,7 @@ class World:
         for rank, transport in zip(self.ranks, self.transports, strict=True):
             rank.group = f"explored rank {rank.rank}"
             REGISTRY.get(rank.group, transport.device, lambda t=transport: t).ledger.open(
-                [], rank.rank
+                {}, rank.rank
             )
 
     def _rank(self, rank: int) -> Rank:
@@ -101,17 +104,25 @@ class World:
     # --- Launches ---
 
     def launch(self, grid: tuple[int, int, int], body: Callable[[], None]) -> None:
-        """Run ``body`` in each program of ``grid``. Returns when all have ended and their stores
-        are visible."""
-        rank, count = self.rank, grid[0] * grid[1] * grid[2]
-        if count > MAX_PROGRAMS:
-            raise ValueError(
-                f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape"
-            )
+        """Run ``body`` in each program of ``grid``, at most ``MAX_PROGRAMS`` at once. Returns when
+        all have ended and their stores are visible."""
         indices = [
             (x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
         ]
-        number_of_launch = self.memory.begin_launch(rank.host.clock)
+        number_of_launch = self.memory.begin_launch(self.rank.host.clock)
+        for first in range(0, len(indices), MAX_PROGRAMS):
+            some = indices[first : first + MAX_PROGRAMS]
+            self._launch(grid, some, number_of_launch, body)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        indices: list[tuple[int, int, int]],
+        number_of_launch: int,
+        body: Callable[[], None],
+    ) -> None:
+        """Run these programs of a launch."""
+        rank, count = self.rank, len(indices)
         waiting, running, left = list(range(count)), set[int](), set(range(count))
 
         def start_more() -> None:
@@ -309,6 +320,7 @@ class ModelTransport:
         self.device = torch.device("cpu")
         self.rank, self.world_size = rank.rank, world.size
         self.machine: Machine = world.machine
+        self.topology = world.topology
         self.watch: Watcher | None = None
         self.captured = False
         self._world = world
@@ -316,8 +328,8 @@ class ModelTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         return self._world.allocate(nbytes)
 
-    def share(self, nbytes: int) -> list[bytearray]:
-        return []  # ranks of one process do not compare calls
+    def share(self, nbytes: int) -> dict[int, bytearray]:
+        return {}  # ranks of one process do not compare calls
 
     def barrier(self) -> None:
         self._world.barrier()

@@ -26,7 +26,13 @@ from tileweave.transport.protocol import EPOCH
 # has several slices.
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
+    ("tileweave.kernels.all_gather.await_shards", "BLOCK", 16),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
+    ("tileweave.kernels.all_reduce.norm", "BLOCK", 64),
+    ("tileweave.kernels.embedding.jagged", "BLOCK", 4),
+    ("tileweave.kernels.embedding.table_sums", "GROUP", 2),
+    ("tileweave.kernels.embedding.table_sums", "FLIGHT", 2),
+    ("tileweave.kernels.embedding.table_sums", "KEYS", 16),
     # so that some programs push gradients, and some do not
     ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),
     ("tileweave.kernels.embedding.gradient", "EVERY", 2),
@@ -135,6 +141,19 @@ def same(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got == want) | (got.isnan() & want.isnan())
 
 
+def added(want: torch.Tensor, turn: int, rank: int) -> torch.Tensor | None:
+    """A bias for the columns of every third result, else None; a number for each column."""
+    if turn % 3 != 1:
+        return None
+    return whole_numbers(want.shape[-1:], "bias", rank, turn % POOL).to(want.dtype)
+
+
+def laid(w: torch.Tensor, turn: int) -> torch.Tensor:
+    """``w`` as it is, or, every other time, contiguous along its first dimension, as backward reads
+    it."""
+    return w.t().contiguous().t() if turn % 2 else w
+
+
 def instance_of(config: MatmulConfig) -> str:
     """The kind of instance that calls with ``config`` use."""
     if config.kernel == "library":
@@ -174,14 +193,16 @@ class AllGatherMatmul:
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
         seed = (number + drawn.order) % POOL
         whole, w, want = _gather_operands(drawn.payload, shape, world.size, rank, seed)
+        bias = added(want, number + drawn.order, rank)
+        want = want if bias is None else want + bias
         out = torch.full_like(want, float("nan"))
         gathered = torch.full_like(whole, float("nan")) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
         x = whole[rank * shape[0] : (rank + 1) * shape[0]].clone()
         run_fused(
             x,
-            w,
-            None,
+            laid(w, number + drawn.order // 2),
+            bias,
             out,
             gathered,
             world.ranks[rank].group,
@@ -204,7 +225,7 @@ class ConcurrentGather:
     shapes: tuple[tuple[int, int], ...]
     captured: bool = False
     op: str = "all_gather_matmul"
-    programs: tuple[int, ...] = (1,)
+    programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
@@ -292,13 +313,22 @@ class MatmulReduce:
         x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
+        bias = added(want, number + drawn.order, 0)
+        residual = None
+        if bias is not None and self.op == "matmul_all_reduce" and seed % 2:
+            residual = whole_numbers(tuple(want.shape), "residual", seed).to(want.dtype)
+        for more in (bias, residual):
+            want = want if more is None else want + more
         out = torch.full_like(want, float("nan"))
         world.transports[rank].captured = self.captured and number > 0
         x, group, plan = x.clone(), world.ranks[rank].group, Plan("fused", "explored", self.config)
+        w = laid(w, number + drawn.order // 2)
         if self.op == "matmul_all_reduce":
-            matmul_all_reduce_fused.run_fused(x, w, None, None, None, 0.0, out, None, group, plan)
+            matmul_all_reduce_fused.run_fused(
+                x, w, bias, residual, None, 0.0, out, None, group, plan
+            )
         else:
-            matmul_reduce_scatter_fused.run_fused(x, w, None, out, group, plan)
+            matmul_reduce_scatter_fused.run_fused(x, w, bias, out, group, plan)
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
@@ -351,12 +381,14 @@ class OneShot:
         x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
         residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
         gain = whole_numbers(shape[1:2], "gain") if self.norm else None
+        bias = added(total, number + drawn.order, 0)
         want = total if residual is None else total + residual
+        want = want if bias is None else want + bias
         out = torch.full_like(want, float("nan"))
         kept = torch.full_like(want, float("nan")) if self.norm else None
         plan = Plan("fused", "explored", self.config)
         run_fused(
-            x.clone(), w, None, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan
+            x.clone(), w, bias, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan
         )
         if kept is None or gain is None:
             yield "out", out, want
@@ -407,7 +439,9 @@ class AllReduceInChunks:
         world.transports[rank].captured = self.captured and number > 0
         plan = Plan("fused", "explored", self.config)
         group = world.ranks[rank].group
-        run_fused(x.clone(), w, None, None, None, 0.0, out, None, group, plan)
+        bias = added(want, number + drawn.order, 0)
+        want = want if bias is None else want + bias
+        run_fused(x.clone(), w, bias, None, None, 0.0, out, None, group, plan)
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
@@ -428,8 +462,11 @@ class AllReduceInChunks:
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
+    AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 12, 20)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", triton_config("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
+    AllGatherMatmul(
+        "sm, spans, gathered", triton_config("sm"), ((3, 16, 20), (9, 8, 16)), (2, 3), gathered=True
+    ),
     AllGatherMatmul(
         "sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)
     ),
@@ -476,7 +513,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "sm, spans",
         "matmul_reduce_scatter",
         triton_config("sm"),
-        ((12, 32, 16), (24, 16, 16)),
+        ((12, 32, 16), (24, 12, 20)),
         (1, 2),
     ),
     MatmulReduce(

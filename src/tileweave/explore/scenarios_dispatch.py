@@ -4,7 +4,7 @@ has chosen."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -97,10 +97,13 @@ class Dispatch:
         x, experts, plan, want = _operands(
             most, self.topk, self.experts, self.sizes, world.size, rank, seed
         )
+        experts = experts.clone()
+        if seed % 2:
+            experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
         world.know(rank, "plan", plan.table)
         y = torch.full((plan.bound, self.sizes[0]), float("nan"))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        run_fused(x.clone(), experts.clone(), plan, y, world.ranks[rank].group, self.config, kept)
+        run_fused(x.clone(), experts, plan, y, world.ranks[rank].group, self.config, kept)
         yield "y", y[: len(want)], want
         for row, entry in enumerate(plan.row_entry[: len(want)].tolist()):
             source, token = entry // (most * self.topk), entry // self.topk % most
@@ -142,8 +145,10 @@ def _operands(
 _CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2, signal_blocks=2)
 DISPATCH = (
     Routing("few", (3, 4)),
+    Routing("many experts", (5,), None, 3, 3),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
+    Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (20, 12), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
     ),

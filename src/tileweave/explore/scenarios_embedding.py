@@ -15,6 +15,7 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.explore.scenarios_local import bags_of, near, pooled
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 from tileweave.transport.protocol import EPOCH
 
@@ -36,6 +37,7 @@ class EmbeddingBag:
     tables: int
     config: EmbeddingConfig
     held: int = 0
+    ragged: bool = False
     op: str = "embedding_bag_all_to_all"
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
@@ -49,9 +51,13 @@ class EmbeddingBag:
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
 
         batch = self.batches[(number + drawn.order) % len(self.batches)]
-        tables, indices, offsets, want = _bags(
-            batch, self.tables, world.size, rank, (number + drawn.order) % POOL
-        )
+        seed = (number + drawn.order) % POOL
+        weights, mean = None, self.ragged and seed % 2 == 1
+        if self.ragged:
+            *operands, want = _ragged(batch, self.tables, world.size, rank, seed)
+            tables, indices, offsets, weights = operands
+        else:
+            tables, indices, offsets, want = _bags(batch, self.tables, world.size, rank, seed)
         for table in tables:
             world.know(rank, "table", table)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
@@ -59,10 +65,10 @@ class EmbeddingBag:
             tables,
             indices,
             offsets,
-            None,
+            weights,
             layout,
             batch,
-            False,
+            mean,
             torch.float32,
             world.ranks[rank].group,
             self.config,
@@ -70,7 +76,7 @@ class EmbeddingBag:
         kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
         held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
         held.append((got, want))
-        yield "result", got, want
+        yield near("result", got, want) if mean else ("result", got, want)
         for old, wanted in held[:-1]:
             yield "a result that is held", old, wanted
         keep = self.held * (rank % 2)
@@ -100,6 +106,20 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
     want = torch.cat(columns, 1)[rank * chunk : (rank + 1) * chunk]
     offsets = torch.arange(tables * batch + 1) * BAG
     return [t.clone() for t in all_tables[rank]], indices[rank].reshape(-1).clone(), offsets, want
+
+
+@lru_cache(maxsize=4096)
+def _ragged(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
+    """This rank's tables, indices, offsets and weights, and its rows of the result."""
+    columns = []
+    for r in range(size):
+        owned = [whole_numbers((ROWS, DIM), "table", r, t, seed).clone() for t in range(tables)]
+        bags = bags_of(seed + 100 * r, owned, batch, seed % 4 >= 2)
+        columns.append(pooled(owned, bags, batch, seed % 2 == 1))
+        if r == rank:
+            mine = owned, *bags
+    chunk = -(-batch // size)
+    return *mine, torch.cat(columns, 1)[rank * chunk : (rank + 1) * chunk]
 
 
 @dataclass(frozen=True)
@@ -204,5 +224,6 @@ EMBEDDING = (
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
     TableGradient("of one rank", 1, 2, "sm", first_only=True),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
+    EmbeddingBag("ragged", (5,), 2, EmbeddingConfig(4, 1, 1, 1, 1, run=1), ragged=True),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

@@ -14,9 +14,11 @@ from tileweave.explore.scenarios import (
     PAYLOADS,
     POOL,
     Drawn,
+    added,
     begin_instance,
     end_instance,
     instance_of,
+    laid,
     operand,
     product,
     triton_config,
@@ -70,6 +72,9 @@ class Exchanged:
         x, w, exchanged, want = _operands(
             drawn.payload, self.op, shape, exchange, world.size, rank, seed
         )
+        # of matmul_all_to_all it is that of the sender's columns
+        bias = None if self.op == OUT else added(want, turn, rank)
+        want, w = want if bias is None else want + bias, laid(w, turn // 2)
         out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
@@ -77,7 +82,7 @@ class Exchanged:
             run_out(x.clone(), w, None, out, exchange, world.ranks[rank].group, plan)
         else:
             got = torch.full_like(exchanged, float("nan")) if self.kept else None
-            run_in(x.clone(), w, None, out, got, world.ranks[rank].group, plan, how=exchange)
+            run_in(x.clone(), w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
             if got is not None:
                 yield "exchanged", got, exchanged
         yield "out", out, want
@@ -150,7 +155,7 @@ SCENARIOS = (
         (1, 2),
         captured=True,
     ),
-    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 16, 16)), _ALL, (1, 2, 3)),
+    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 12, 20)), _ALL, (1, 2, 3)),
     Exchanged(
         "library",
         IN,

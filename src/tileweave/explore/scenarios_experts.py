@@ -4,7 +4,7 @@ none."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -15,19 +15,20 @@ from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.combine import CombineConfig
 from tileweave.transport.protocol import EPOCH
 
-EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
+EXPERTS = 2  # of a rank
 
 
 @dataclass(frozen=True)
 class Combine:
     """grouped_matmul_combine. ``tokens``: of rank 0, used in turn; rank r has r fewer, at least
-    one."""
+    one. ``sizes``: (cols, depth)."""
 
     name: str
     config: CombineConfig
     tokens: tuple[int, ...]
     topk: int
     weighted: bool = True
+    sizes: tuple[int, int] = (16, 8)
     op: str = "grouped_matmul_combine"
     programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
@@ -43,8 +44,10 @@ class Combine:
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
         y, experts, plan, weights, want = _combine_operands(
-            tokens, self.topk, world.size, rank, seed, self.weighted
+            tokens, self.topk, self.sizes, world.size, rank, seed, self.weighted
         )
+        if seed % 2:
+            experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
         out = torch.full_like(want, float("nan"))
         world.know(rank, "plan", plan.table)
         run_fused(y, experts, plan, weights, out, world.ranks[rank].group, self.config)
@@ -58,25 +61,26 @@ class Combine:
 
 @lru_cache(maxsize=4096)
 def _combine_operands(
-    most: int, topk: int, size: int, rank: int, seed: int, weighted: bool
+    most: int, topk: int, sizes: tuple[int, int], size: int, rank: int, seed: int, weighted: bool
 ) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor | None, torch.Tensor]:
     """This rank's y, experts, plan and weights, and its z."""
+    cols, depth = sizes
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, EXPERTS * size, (size, most, topk), generator=generator)
     counts = [max(most - r, 1) for r in range(size)]
     for source, count in enumerate(counts):
         ids[source, count:] = -1
-    values = [whole_numbers((most, topk, DEPTH), "y", r, seed) for r in range(size)]
-    experts = torch.cat([whole_numbers((EXPERTS, COLS, DEPTH), "w", r, seed) for r in range(size)])
+    values = [whole_numbers((most, topk, depth), "y", r, seed) for r in range(size)]
+    experts = torch.cat([whole_numbers((EXPERTS, cols, depth), "w", r, seed) for r in range(size)])
     weights = [
         whole_numbers((most, topk), "topk", r, seed) if weighted else torch.ones(most, topk)
         for r in range(size)
     ]
     plan = reference_plan(ids, rank, EXPERTS * size, counts[rank])
-    y = torch.zeros(plan.bound, DEPTH)
+    y = torch.zeros(plan.bound, depth)
     for row, entry in enumerate(plan.row_entry[: int(plan.offsets[-1])].tolist()):
         y[row] = values[entry // (most * topk)][entry // topk % most, entry % topk]
-    z = torch.zeros(counts[rank], COLS)
+    z = torch.zeros(counts[rank], cols)
     for token in range(counts[rank]):
         for j, expert in enumerate(ids[rank, token].tolist()):
             if expert >= 0:
@@ -108,5 +112,8 @@ EXPERT_SCENARIOS = (
         (3,),
         2,
         weighted=False,
+    ),
+    Combine(
+        "uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(20, 12)
     ),
 )

@@ -17,7 +17,9 @@ from tileweave.explore.scenarios_dispatch import DISPATCH
 from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
+from tileweave.explore.scenarios_local import SCENARIOS as LOCAL
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
+from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
 
@@ -43,6 +45,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     *EXPERT_SCENARIOS,
     *DISPATCH,
     *EXCHANGES,
+    *LOCAL,
+    *WORKSPACES,
 )
 Enter = Callable[[World | None], None]
 

@@ -107,10 +107,10 @@ class ExpertParallel:
         y, plan = dispatch_grouped_matmul(rows, up, ids, group=group, max_tokens=most)
         if experts.has_bias:
             bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-            y = y + _bias_of_rows(bias, plan).to(y.dtype)
+            y = y + bias_of_rows(bias, plan).to(y.dtype)
         z = grouped_matmul_combine(self._activate(y, plan), down, plan, weights, group=group)
         if experts.has_bias:
-            z = z + _bias_of_tokens(experts.down_proj_bias, ids, weights, group).to(z.dtype)
+            z = z + bias_of_tokens(experts.down_proj_bias, ids, weights, group).to(z.dtype)
         return z.to(x.dtype)
 
     def _activate(self, y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -140,7 +140,7 @@ class ExpertParallel:
         return int(most.item())
 
 
-def _bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+def bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     """[E_local, N] -> [bound, N]: the bias of each row's expert, 0 for undefined rows, whose
     gradient is then left out."""
     rows = torch.arange(plan.bound, dtype=torch.int32, device=bias.device)
@@ -148,7 +148,7 @@ def _bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
 
 
-def _bias_of_tokens(
+def bias_of_tokens(
     bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """[E_local, N] -> [T, N]: the weighted sum of the biases of each token's experts.

@@ -128,13 +128,9 @@ class RowParallelLinear(_tp.RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self.input_is_parallel or not _takes(self, self.weight):
             return super().forward(input_)
-        if self.sequence_parallel:
-            operand, main_grad = _with_main_grad(self, self.weight)
-            y: Any = matmul_reduce_scatter(
-                input_, operand, group=self.tp_group, main_grad=main_grad
-            )
-        else:
-            y = matmul_all_reduce(input_, self.weight, group=self.tp_group)
+        operand, main_grad = _with_main_grad(self, self.weight)
+        multiply: Any = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        y = multiply(input_, operand, group=self.tp_group, main_grad=main_grad)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias if self.skip_bias_add else None
         return y + self.bias, None
@@ -167,8 +163,6 @@ def _why_stock(layer: Any, weight: torch.Tensor) -> str | None:
         return "activations are offloaded to the CPU"
     if not layer.gradient_accumulation_fusion:
         return None
-    if not layer.sequence_parallel:
-        return "gradient_accumulation_fusion without sequence parallelism"
     if hasattr(weight, "__fsdp_param__"):
         return "gradient_accumulation_fusion under Megatron-FSDP"
     main_grad = getattr(weight, "main_grad", None)

@@ -1,7 +1,9 @@
-"""torchtitan: its ``dist_gemm`` projections call tileweave.
+"""torchtitan: its ``dist_gemm`` projections, and its routed experts, call tileweave.
 
     torchrun ... -m torchtitan.train --module llama3 --config llama3_debugmodel_dist_gemm \
         --override.imports tileweave.integrations.torchtitan.dist_gemm
+    torchrun ... -m torchtitan.train --module qwen3 --config qwen3_moe_debug \
+        --override.imports tileweave.integrations.torchtitan.experts
 
 torchtitan has modules whose projections include the collectives of sequence parallelism, over
 three functions of ``torchtitan/models/common/dist_gemm.py``. This module replaces the three.
@@ -14,6 +16,9 @@ function                  with tileweave
 ``AllGatherLinearMulti``  one :func:`tileweave.all_gather_matmul` for both weights
 ``LinearReduceScatter``   :func:`tileweave.matmul_reduce_scatter`
 ========================  =======================================================
+
+With expert parallelism, routed experts send tokens and sum results inside their grouped matmuls:
+:func:`tileweave.dispatch_grouped_matmul` and :func:`tileweave.grouped_matmul_combine`.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ try:
     import spmd_types as spmd
     from torchtitan.config import override
     from torchtitan.models.common import dist_gemm as _seam
+    from torchtitan.models.common.moe import RoutedExperts
+
+    from tileweave.integrations import _torchtitan_experts
 except ImportError as error:
     raise InputError(
         "asked: tileweave.integrations.torchtitan; allowed: with torchtitan 0.3; "
@@ -124,3 +132,17 @@ def dist_gemm(config: Any) -> Any:
     enable()
     _LOG.info("torchtitan's dist_gemm projections call tileweave")
     return config
+
+
+@override(
+    target=RoutedExperts.Config,
+    description="exchange of tokens inside tileweave's grouped matmuls",
+    exact=True,
+)
+def experts(config: Any) -> Any:
+    """What ``--override.imports`` names, for models with experts and expert parallelism.
+
+    Experts in other formats than bfloat16, such as MXFP8, and token dispatchers other than
+    "standard" stay torchtitan's, with a warning.
+    """
+    return _torchtitan_experts.with_tileweave(config)

@@ -50,6 +50,8 @@ def schedule_for(
         config.cut_bands,
         config.team,
         config.own_first,
+        problem.world_size // problem.nodes if config.transport == "nodes" else 0,
+        cdiv(cdiv(problem.rows, config.tile_m), config.num_slices),
     )
 
 
@@ -152,6 +154,8 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
         reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
     if reason is not None:
         return Plan("unfused", reason)
+    if p.nodes > 1:
+        return _plan_nodes(op, p, machine)
     if choices.is_forced(op):
         return _planned(choices.forced_config(op), "forced")
     if machine.backend == "cpu":
@@ -161,6 +165,24 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
     if reason is not None:
         return Plan("unfused", reason)
     return _with_table(op, p, machine) or _predicted(op, p, machine)
+
+
+def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
+    """The plan of a call in a group whose ranks are on several nodes."""
+    where = f"{p.nodes} nodes x {p.world_size // p.nodes}"
+    if op not in _ACROSS_NODES or p.fp8:
+        what = f"{op} of FP8 operands" if p.fp8 else op
+        return Plan("unfused", f"{where}: {what} has no path between nodes")
+    if choices.is_forced(op):
+        config = choices.forced_config(op)
+        return _planned(config if config and config.transport == "nodes" else None, "forced")
+    if machine.backend != "cpu":
+        return Plan("unfused", f"{where}: the path between nodes was never measured on GPUs")
+    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
+    if p.rows < tile:
+        return Plan("unfused", f"{where}: shards of {p.rows} rows are no tile of {tile}")
+    config = MatmulConfig("triton", "nodes", tile, 2 * tile, 64, 1, 4, num_slices=4)
+    return Plan("fused", f"{where}, interpreted; {p.rows} rows per rank", config)
 
 
 def _planned(
@@ -226,7 +248,7 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
 
 
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
-    found = planner_of(op, machine, p.fp8).predictions(p)
+    found = planner_of(op, machine, p.fp8, p.scales).predictions(p)
     best = found[0]
     unfused = next(one for one in found if one.config is None)
     if best is unfused and len(found) == 1:
@@ -245,6 +267,7 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     return _planned(config, f"{reason}; unfused {unfused.expected_us:.1f}", found)
 
 
+_ACROSS_NODES: tuple[str, ...] = ()
 _NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)

@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from tileweave.planning.machine import Machine
 
-TransportName = Literal["copy_engine", "sm"]
+TransportName = Literal["copy_engine", "sm", "nodes"]
 KernelName = Literal["triton", "hopper", "library"]
 C = TypeVar("C")  # the config of an operator
 FUSED_WORLD_SIZES = range(2, 9)
@@ -39,14 +39,15 @@ class MatmulConfig(_CachedHash):
     kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
         ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"`` (all-gather
         only), copy engines bring the shards and each shard is multiplied by a launch of its own.
-    transport : how data reaches peers.
+    transport : how data reaches peers. ``"nodes"``: chunks cross to other nodes by NCCL (gloo on
+        the CPU), copy engines push them on inside the node (all-gather only).
     tile_m, tile_n, tile_k : the tile that a program computes at once, in elements.
     num_stages : K blocks of operands in flight.
     num_warps : warps that multiply.
     group_m : tile rows that share columns of w in L2; see ``schedules.gather.grouped``.
     num_slices : slices of a shard that have signals of their own. A producer pushes one at a time
         (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
-        ``"copy_engine"``).
+        ``"copy_engine"``); one crosses to other nodes at a time (``"nodes"``).
     num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
         whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
@@ -104,10 +105,16 @@ class MatmulConfig(_CachedHash):
         return f"{text}, tail cut along K" if self.split_tail else text
 
 
+FAST = "+fast"
+# Kinds of the scales of x: of a tensor (w likewise), of rows, of blocks; with fast_accum.
+SCALES = ("tensor", "row", "block", f"tensor{FAST}", f"row{FAST}")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K, and
-    ``itemsize``, the bytes of an element of x and w."""
+    """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K,
+    ``itemsize``, the bytes of an element of x and w, and ``nodes``, into which ranks are divided
+    equally. ``scales``: of FP8 operands, one of :data:`SCALES`; "" if they are not known."""
 
     world_size: int
     rows: int
@@ -115,6 +122,13 @@ class Problem:
     depth: int
     itemsize: int
     dtype: str
+    nodes: int = 1
+    scales: str = ""
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether tensor cores may keep the sums of FP8 products."""
+        return self.scales.endswith(FAST)
 
     @property
     def fp8(self) -> bool:

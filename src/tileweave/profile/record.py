@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import group_of, interpreting, name_of, workspace_of
 from tileweave.ops.matmul import all_gather_matmul as ag
 from tileweave.planning.matmul import schedule_for
@@ -86,7 +87,7 @@ def record(
     events if the plan is not fused."""
     name = name_of(group)
     size = dist.get_world_size(group_of(name))
-    plan = ag.plan(x, w, size)
+    plan = ag.plan(x, w, known_topology_of(name))
     config = plan.config
     if config is None:
         out = ag.all_gather_matmul(x, w, bias, group=name)

@@ -1,7 +1,7 @@
 """The ledger: each rank records its calls where its peers can read them, so that calls that do not
 match are found.
 
-Every rank has a page in memory that all ranks of the host share. Before a rank launches call n of
+Every rank has a page in memory that all ranks of its node share. Before a rank launches call n of
 the group, it writes the number n and a checksum of the call (operator, shapes, dtypes, options)
 into entry n modulo ``PLACES`` of its page. Then it compares the entries of its peers for all calls
 that it has not compared yet. It never waits. The first rank finds nothing and goes on. A later rank
@@ -27,7 +27,7 @@ one load per peer that is in step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,16 +52,17 @@ class Ledger:
         self.calls = self.set_ups = 0
         self.opened = False
         self._rank = -1
-        self._pages: list[Any] = []
+        self._pages: dict[int, Any] = {}  # by rank
         self._peers: list[tuple[int, Any]] = []  # rank and page of each peer
-        self._compared: list[int] = []  # number of calls compared, for each rank
+        self._compared: dict[int, int] = {}  # number of calls compared, by rank
 
-    def open(self, blocks: Sequence[Any], rank: int) -> None:
-        """``blocks`` has a writable buffer of ``NBYTES`` zeros for each rank."""
+    def open(self, blocks: Mapping[int, Any], rank: int) -> None:
+        """``blocks`` has a writable buffer of ``NBYTES`` zeros for each rank whose calls are
+        compared; without blocks none are."""
         self.opened, self._rank = True, rank
-        self._pages = [memoryview(block).cast("B").cast("Q") for block in blocks]
-        self._peers = [(peer, page) for peer, page in enumerate(self._pages) if peer != rank]
-        self._compared = [0] * len(blocks)
+        self._pages = {at: memoryview(block).cast("B").cast("Q") for at, block in blocks.items()}
+        self._peers = [(peer, page) for peer, page in self._pages.items() if peer != rank]
+        self._compared = dict.fromkeys(blocks, 0)
 
     def post(self, op: str, mark: int) -> None:
         """Record that ``op`` is called next, with checksum ``mark``. Raise
@@ -137,7 +138,7 @@ class Ledger:
             _GIVEN_UP if given_up else _BROKEN
         ) << 32 | number & _NUMBER
         # peers may have compared it before
-        self._compared = [min(compared, number - 1) for compared in self._compared]
+        self._compared = {r: min(done, number - 1) for r, done in self._compared.items()}
 
     def compare(self, op: str) -> None:
         """Compare what peers have recorded for the calls that this rank has made."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tileweave.planning.machine import Machine
+from tileweave.planning.topology import Topology
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
@@ -22,14 +23,15 @@ class CompileOnlyTransport:
 
     def __init__(self, device: torch.device, rank: int, world_size: int, machine: Machine) -> None:
         self.device, self.rank, self.world_size, self.machine = device, rank, world_size, machine
+        self.topology = Topology.one_node(world_size)
         self.watch: Watcher | None = None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         local = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         return SymmetricBuffer(local, (local.data_ptr(),) * self.world_size)
 
-    def share(self, nbytes: int) -> Sequence[Any]:
-        return []
+    def share(self, nbytes: int) -> dict[int, Any]:
+        return {}
 
     def barrier(self) -> None:
         pass
@@ -71,7 +73,7 @@ def compile_only(
     """Calls of this group on this device use a workspace of their own, over
     :class:`CompileOnlyTransport`."""
     workspace = Workspace(CompileOnlyTransport(device, rank, world_size, machine))
-    workspace.ledger.open([], rank)
+    workspace.ledger.open({}, rank)
     try:
         with REGISTRY.replaced(group_name, device, workspace):
             yield

@@ -1,4 +1,4 @@
-"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``).
+"""Symmetric memory without GPUs: host memory that the ranks of a node share (``host_memory.py``).
 
 The copy engine is a thread. It does all copies one after another, in the order of their list,
 whatever their lanes and queues.
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.planning.machine import CPU
+from tileweave.planning.topology import Topology
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Texts
@@ -26,11 +27,13 @@ class CpuTransport:
     """Implements :class:`tileweave.transport.interface.Transport` over shared host memory and a
     group on the CPU."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
         self.group = group
         self.device = torch.device("cpu")
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.machine = CPU
+        self.topology = topology or Topology.one_node(self.world_size)
+        self._near = self.topology.near(self.rank)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
         self._pushed: Future[None] | None = None
         self.watch: Watcher | None = None
@@ -39,11 +42,13 @@ class CpuTransport:
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         # a block is unmapped with its last tensor: nothing else keeps memory that was outgrown
-        views = [torch.frombuffer(m, dtype=torch.uint8) for m in self.share(nbytes)]
-        return SymmetricBuffer(views[self.rank], tuple(v.data_ptr() for v in views), views)
+        shared = self.share(nbytes)
+        views = {r: torch.frombuffer(m, dtype=torch.uint8) for r, m in shared.items()}
+        addresses = [views[r].data_ptr() if r in views else 0 for r in range(self.world_size)]
+        return SymmetricBuffer(views[self.rank], tuple(addresses), views)
 
-    def share(self, nbytes: int) -> list[mmap.mmap]:
-        return share(nbytes, self.rank, self._texts.exchange)
+    def share(self, nbytes: int) -> dict[int, mmap.mmap]:
+        return share(nbytes, self.rank, self._near, self._texts.exchange)
 
     def barrier(self) -> None:
         self._texts.barrier()

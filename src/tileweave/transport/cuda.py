@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from tileweave.errors import UnsupportedError
 from tileweave.planning.machine import Machine
+from tileweave.planning.topology import Topology
 from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
@@ -129,9 +130,12 @@ class CudaTransport:
     """Implements :class:`tileweave.transport.interface.Transport` over NVLink (or PCIe) peer
     memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, topology: Topology | None = None
+    ) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.topology = topology or Topology.one_node(self.world_size)
         self._index = device.index
         self.machine = describe(self._index)
         self._require_peer_access()
@@ -171,15 +175,16 @@ class CudaTransport:
         )
         return SymmetricBuffer(local, addresses, handle)
 
-    def share(self, nbytes: int) -> list[mmap.mmap]:
+    def share(self, nbytes: int) -> dict[int, mmap.mmap]:
+        near = self.topology.near(self.rank)
         try:
-            return share(nbytes, self.rank, self._meeting.exchange)
+            return share(nbytes, self.rank, near, self._meeting.exchange)
         except UnsupportedError as error:  # the same on all ranks
             _LOG.warning(
                 "ranks share no host memory, so calls that do not match end in a timeout: %s",
                 error,
             )
-            return []
+            return {}
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tileweave.errors import UnsupportedError
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
@@ -70,13 +70,19 @@ def _unavailable(process: str, why: str) -> UnsupportedError:
     )
 
 
-def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[mmap.mmap]:
-    """Collective. A zeroed block of ``nbytes`` of each rank, mapped here, in rank order.
+def share(
+    nbytes: int, rank: int, near: Sequence[int], exchange: Callable[[str], list[str]]
+) -> dict[int, mmap.mmap]:
+    """Collective. A zeroed block of ``nbytes`` of each rank in ``near``, mapped here, by rank.
 
-    ``exchange`` sends a text of this rank and returns those of all ranks. Raises on every rank if
-    one of them has no memory, wants another size, or cannot map the block of a peer.
+    near : the ranks that share memory with this one, itself among them.
+    exchange : sends a text of this rank and returns those of all ranks.
+
+    Raises on every rank if one of them has no memory, wants another size, or cannot map the block
+    of a peer.
     """
-    token, descriptor, failure, mapped = secrets.token_hex(_TOKEN_BYTES), -1, "", []
+    token, descriptor, failure = secrets.token_hex(_TOKEN_BYTES), -1, ""
+    mapped: dict[int, mmap.mmap] = {}
     try:
         descriptor = _make(token, nbytes)
     except OSError as error:
@@ -84,15 +90,13 @@ def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[
     try:
         places = agree_on_memory(nbytes, failure, f"{os.getpid()} {descriptor} {token}", exchange)
         try:
-            mapped = [
-                mmap.mmap(descriptor, nbytes) if r == rank else _open(place, nbytes)
-                for r, place in enumerate(places)
-            ]
+            for r in near:
+                mapped[r] = mmap.mmap(descriptor, nbytes) if r == rank else _open(places[r], nbytes)
         except UnsupportedError as error:
             failure = str(error)
         except (OSError, ValueError) as error:  # no address space, no descriptor
             failure = (
-                f"asked: {nbytes} bytes of each of {len(places)} ranks, mapped on rank {rank} "
+                f"asked: {nbytes} bytes of each of {len(near)} ranks, mapped on rank {rank} "
                 f"({error}); allowed: what its limits of address space and open files permit "
                 "(ulimit -v, ulimit -n); remedy: raise them there, or call with smaller shapes"
             )

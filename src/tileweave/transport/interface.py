@@ -1,8 +1,8 @@
 """The contract between operators and symmetric memory.
 
-A *symmetric buffer* is the same number of bytes on each rank, mapped by all ranks. A transfer
-writes data into a *slot* of a peer's buffer, then a *signal* there: an int32 word that takes the
-*epoch*, the number of the call.
+A *symmetric buffer* is the same number of bytes on each rank, mapped by all ranks of its node. A
+transfer writes data into a *slot* of a peer's buffer, then a *signal* there: an int32 word that
+takes the *epoch*, the number of the call.
 
 These guarantees hold:
 
@@ -20,7 +20,7 @@ These guarantees hold:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from tileweave.planning.machine import Machine
+    from tileweave.planning.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class SymmetricBuffer:
     """Symmetric memory, as this rank sees it.
 
     local : the bytes of this rank, uint8.
-    addresses : where the bytes of each rank are mapped here, in rank order.
+    addresses : where the bytes of each rank are mapped here, in rank order; 0 for a rank of another
+        node.
     handle : the object that keeps the memory of peers mapped.
     """
 
@@ -104,16 +106,18 @@ class Transport(Protocol):
     rank: int
     world_size: int
     machine: Machine
+    topology: Topology
     # called after each push with its copies and the times when they began and ended (0: unknown)
     watch: Watcher | None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Collective. A zeroed symmetric buffer, mapped on every rank when this returns."""
+        """Collective. A zeroed symmetric buffer, mapped on every rank of its node when this
+        returns."""
         ...
 
-    def share(self, nbytes: int) -> Sequence[Any]:
-        """Collective. Zeroed host memory of each rank, mapped here, in rank order; empty if the
-        ranks of the group share none."""
+    def share(self, nbytes: int) -> Mapping[int, Any]:
+        """Collective. Zeroed host memory of each rank of this node, mapped here, by rank; empty if
+        they share none."""
         ...
 
     def barrier(self) -> None:

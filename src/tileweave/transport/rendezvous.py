@@ -42,8 +42,10 @@ _CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace 
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
 TUNED = "tuned"  # subject of the meeting before the first call of a matmul
+NODES = "nodes"  # of the one before the first call of a group
 _DESCRIPTIONS = {
     TUNED: "the first call of a matmul operator",
+    NODES: "the first call of a group",
     MEMORY: "the first call of an operator",
     HERE: "an operator that needs more memory",
     MAPPED: "an operator whose memory is mapped",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.distributed_c10d import _world
 
-from tileweave.errors import CaptureError, InputError, PeerTimeout
+from tileweave.errors import CaptureError, InputError, PeerTimeout, require
 from tileweave.planning.machine import KERNELS, Kernels
 from tileweave.transport import protocol
 from tileweave.transport.call_ledger import Ledger
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from tileweave.planning.problem import Plan
     from tileweave.transport.interface import SymmetricBuffer, Transport
 
+NODES = "nodes"  # the kind of instance whose data also crosses between nodes
 GATHER = "gather"  # the kind of instance of a gather that runs concurrently with other kernels
 # kinds whose data copy engines move, by addresses that the host knows and not by address tables
-COPIED = ("copy_engine", GATHER)
+COPIED = ("copy_engine", GATHER, NODES)
 MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
 _SECONDS = re.compile(r"[0-9]+\.?[0-9]*(e[+-]?[0-9]{1,3})?|\.[0-9]+", re.ASCII)
@@ -136,6 +137,7 @@ class Instance:
             words[self.layout.num_signals :],
         )
         self.signal_table = self._table(self._signals)
+        self._lead_home()
         self.report = transport.host_visible(protocol.REPORT_WORDS)
         # ctypes, because numpy may not be installed
         self._report = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
@@ -164,6 +166,21 @@ class Instance:
                 yield
         finally:
             CALL.posted = self.ledger.calls > calls
+
+    def _lead_home(self) -> None:
+        """Make the signals of a rank of another node lead to this rank's own, so that the kernels'
+        meetings are those of a node.
+
+        A rank that comes to a meeting sets word ``met(rank)`` of each rank in the table. For rank p
+        of another node that is word ``met(p)`` of its own: p counts as met. What p sends arrives in
+        memory of this rank by work that this rank queues, so nothing has to wait for p before it.
+        """
+        topology, rank = self.transport.topology, self.transport.rank
+        if topology.nodes == 1:
+            return
+        own = self._signals.addresses[rank]
+        for peer in set(range(self.world_size)) - set(topology.near(rank)):
+            self.signal_table[peer] = own + 4 * (peer - rank)
 
     def _table(self, buffer: SymmetricBuffer) -> torch.Tensor:
         return torch.tensor(buffer.addresses, dtype=torch.int64).to(self.transport.device)
@@ -376,6 +393,7 @@ class Workspace:
         """The instance of ``op`` for transport ``kind``. Collective the first time."""
         found = self.instances.get((op, kind))
         if found is None:
+            self._require_node(op, kind)
             if self.transport.capturing():
                 raise CaptureError(
                     f"asked: the first call of {op} under CUDA-graph capture; allowed: capture "
@@ -386,6 +404,16 @@ class Workspace:
                 op, self.transport, self.ledger, kind in COPIED
             )
         return found
+
+    def _require_node(self, op: str, kind: str) -> None:
+        """Refuse pushes to ranks of other nodes, whose memory is not mapped here."""
+        ranks = self.transport.topology
+        require(
+            ranks.nodes == 1 or kind == NODES,
+            lambda: f"{op} by transport {kind!r} in a group of {ranks}",
+            "ranks that share memory, or a path between nodes",
+            "let the operator plan its call",
+        )
 
     def check(self) -> None:
         for instance in self.instances.values():

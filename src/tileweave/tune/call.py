@@ -18,6 +18,7 @@ from tileweave.bench.samples import samples_of
 from tileweave.errors import require
 from tileweave.launcher import Member
 from tileweave.ops.core import tuned_choices
+from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registration import spec_of
 from tileweave.ops.core.registry import group_of, name_of
 from tileweave.ops.matmul.warmup import Rows, as_sizes
@@ -80,6 +81,8 @@ def _tune_sizes(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
+    if topology_of(of, where).nodes > 1:
+        return  # measured times are of ranks that share memory
     if tuned_choices.agree(of, where) or not tuned_choices.may_fuse(where, size):
         return  # every call runs unfused
     how = Exchange(scatter_dim, gather_dim)

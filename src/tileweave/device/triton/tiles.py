@@ -126,6 +126,40 @@ def place(tiles, tile):
     return first_row, row_limit, col
 
 
+def place_in_nodes(tiles, tile, per_node, chunk_tiles):
+    """:func:`place` where ``per_node`` ranks share memory; see ``TileSchedule.per_node``."""
+    rows, tile_rows = tiles.rows, tiles.tile_rows
+    per_source = tile_rows * tiles.tile_cols
+    local = tiles.rank % per_node
+    chunk = 0 * tile
+    step = tile // per_source
+    within = tile % per_source
+    tall_source = tile_rows + 0
+    height = tile_rows + 0
+    if tile >= per_node * per_source:
+        far = tiles.world_size - per_node
+        within = tile - per_node * per_source
+        chunk = within // (far * chunk_tiles * tiles.tile_cols)
+        within = within % (far * chunk_tiles * tiles.tile_cols)
+        tall_source = tile_rows - chunk * chunk_tiles
+        if tall_source > chunk_tiles:
+            tall_source = chunk_tiles + 0
+        height = far * tall_source
+        step = per_node + 0 * tile
+    group = within // (tiles.group_m * tiles.tile_cols)
+    rest = within % (tiles.group_m * tiles.tile_cols)
+    tall = height - group * tiles.group_m
+    if tall > tiles.group_m:
+        tall = tiles.group_m
+    row = group * tiles.group_m + rest % tall
+    col = rest // tall
+    step += row // tall_source
+    row = chunk * chunk_tiles + row % tall_source
+    node = tiles.rank // per_node + tiles.world_size // per_node - step // per_node
+    source = node * per_node % tiles.world_size + (local + per_node - step % per_node) % per_node
+    return source * rows + row * tiles.tile_m, source * rows + rows, col
+
+
 def place_out(tiles, tile):
     """Tile number -> (first row, row limit, tile column), remote owners first; see
     ``ScatterSchedule.place``."""
@@ -229,9 +263,10 @@ def part_range(share, tile):
     return owner, helpers
 
 
-SOURCES = (place, place_out, segment, share_of, unit_range, part_range)
+SOURCES = (place, place_in_nodes, place_out, segment, share_of, unit_range, part_range)
 
 place = triton.jit(place)
+place_in_nodes = triton.jit(place_in_nodes)
 place_out = triton.jit(place_out)
 segment = triton.jit(segment)
 share_of = triton.jit(share_of)

@@ -83,6 +83,7 @@ from tileweave.device.triton.tiles import (
     Unit,
     part_range,
     place,
+    place_in_nodes,
     segment,
     share_of,
     unit_range,
@@ -167,6 +168,8 @@ class Choices(NamedTuple):
     SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
 
     PROMOTE : products of FP8 are added to fp32 sums after each K block.
+
+    PER_NODE : ranks of a node, where ranks of other nodes share no memory with this one; else 0.
     """
 
     WORLD_SIZE: int
@@ -188,6 +191,7 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool = False
     SCALED: int = 0
     PROMOTE: bool = False
+    PER_NODE: int = 0
 
 
 @triton.jit
@@ -218,8 +222,9 @@ def push_shard(
 
 
 @triton.jit
-def wait_sources(peers, unit, rows, rank, epoch, C: tl.constexpr):
-    """Wait for every shard that a tile's rows are in and that is not read from x.
+def wait_sources(peers, unit, rows, chunk_rows, rank, epoch, C: tl.constexpr):
+    """Wait for every shard that a tile's rows are in and that is not read from x; where ranks are
+    on several nodes, for the chunk of the shard.
 
     Returns a token for ``consume_token``.
     """
@@ -227,14 +232,10 @@ def wait_sources(peers, unit, rows, rank, epoch, C: tl.constexpr):
     last_row = tl.minimum(unit.first_row + C.TILE_M, unit.row_limit) - 1
     for source in range(unit.first_row // rows, last_row // rows + 1):
         if C.SPANS or source != rank:
-            token = wait(
-                peers,
-                source * MAX_SLICES,
-                epoch,
-                unit.tile,
-                COUNT=C.NUM_SLICES,
-                EXACT=not C.PUSH,
-            )
+            signal = source * MAX_SLICES
+            if C.PER_NODE:  # chunks have whole tiles
+                signal += (unit.first_row - source * rows) // chunk_rows
+            token = wait(peers, signal, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
     return token
 
 
@@ -302,7 +303,9 @@ def multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C: tl.constexpr):
 
 
 @triton.jit
-def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
+def copy_gathered(
+    x, slot, gathered, peers, rank, sizes, num_chunks, program, epoch, C: tl.constexpr
+):
     """Return the gathered input: each program copies its part of every shard, locally."""
     size = sizes.rows * sizes.depth
     begin = program * sizes.copy_size
@@ -310,7 +313,11 @@ def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.c
     get(gathered + rank.to(tl.int64) * size, x, begin, end, C.PUSH_BLOCK)
     for step in range(1, C.WORLD_SIZE):
         source = (rank + C.WORLD_SIZE - step) % C.WORLD_SIZE
-        wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
+        if C.PER_NODE:
+            for chunk in range(num_chunks):
+                wait(peers, source * MAX_SLICES + chunk, epoch, EXACT=True)
+        else:
+            wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
         place = source if C.SPANS else step - 1
         get(
             gathered + source.to(tl.int64) * size,
@@ -434,7 +441,12 @@ def all_gather_matmul_kernel(
         share = share_of(tiles, program, num_programs, count)
         for index in range(0, share.units):
             tile, k_begin, k_end = unit_range(share, index)
-            first_row, row_limit, col = place(tiles, first_tile + tile)
+            if C.PER_NODE:
+                first_row, row_limit, col = place_in_nodes(
+                    tiles, first_tile + tile, C.PER_NODE, chunk_rows // C.TILE_M
+                )
+            else:
+                first_row, row_limit, col = place(tiles, first_tile + tile)
             unit = Unit(first_tile + tile, first_row, row_limit, col, k_begin, k_end)
             label(trace, record, unit.tile + 1, C.TRACE)
             stamp(trace, record, 0, C.TRACE)
@@ -452,7 +464,7 @@ def all_gather_matmul_kernel(
                     C,
                 )
             else:
-                token = wait_sources(peers, unit, sizes.rows, rank, epoch, C)
+                token = wait_sources(peers, unit, sizes.rows, chunk_rows, rank, epoch, C)
                 stamp(trace, record, 1, C.TRACE)
                 a_rows = row_pointers(own, peers.slots + slot_offset, unit, sizes, rank, C)
                 k_begin = consume_token(k_begin, token)
@@ -495,7 +507,16 @@ def all_gather_matmul_kernel(
             )
         else:
             copy_gathered(
-                x, peers.slots + slot_offset, gathered, peers, rank, sizes, program, epoch, C
+                x,
+                peers.slots + slot_offset,
+                gathered,
+                peers,
+                rank,
+                sizes,
+                num_chunks,
+                program,
+                epoch,
+                C,
             )
     # the copy engine reads the epoch: it must have pushed before the epoch moves
     if not C.PUSH:
@@ -561,6 +582,7 @@ def launcher(
         GATHER_K=parts.side_by_side,
         SCALED=scaled,
         PROMOTE=scaled == 1 and c.tile_n <= 128,
+        PER_NODE=s.per_node,
     )
     sizes = Sizes(
         rows=s.rows,

@@ -42,6 +42,7 @@ STEPS = 4  # tiles of a program
 TILE = 8  # positions of a tile
 REGISTERS = 128  # a thread: 16 warps a multiprocessor, where the compiler would take 160 and more
 GROUP = 32  # tiles in which a program looks for long runs
+FLIGHT = 16  # partial sums of a long run that are loaded at once
 
 
 class Positions(NamedTuple):
@@ -581,7 +582,7 @@ def sum_rows(
         meta.shape[0],
         tiles,
         COPIED=0 if push is None or push.concurrently is None else push.world_size,
-        FLIGHT=16,
+        FLIGHT=FLIGHT,
         GROUP=GROUP,
         DTYPE=TYPES[dtype],
         C=cut,

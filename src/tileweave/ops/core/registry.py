@@ -32,6 +32,7 @@ from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
 from tileweave.transport.call_ledger import NBYTES
 from tileweave.transport.interface import Copies, Transport
+from tileweave.transport.nodes import known_topology
 from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 # A process group, its name, or a DeviceMesh of one dimension.
@@ -339,10 +340,10 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
         if device.type == "cuda":
             from tileweave.transport.cuda import CudaTransport
 
-            return CudaTransport(group, device)
+            return CudaTransport(group, device, known_topology(group))
         from tileweave.transport.cpu import CpuTransport
 
-        return CpuTransport(group)
+        return CpuTransport(group, known_topology(group))
 
     workspace = REGISTRY.get(name, device, make)
     if not workspace.ledger.opened:

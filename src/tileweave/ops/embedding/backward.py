@@ -15,6 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import debugging, define, group_of
 from tileweave.ops.embedding.bag_all_to_all_fused import OP, begin_push, end_push
 from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versions_of
@@ -205,7 +206,8 @@ def _take_gradient(
     if debugging():
         agree_on_gradient(call)
     factor = 1.0 / size if divide else 1.0
-    path = plan(tables, call.indices, call.batch, size).path
+    ranks = known_topology_of(call.group_name, size)
+    path = plan(tables, call.indices, call.batch, ranks).path
     compiled = path != "unfused" or call.indices.is_cuda
     lookups = Lookups(call.indices, call.offsets, call.weights, call.batch, call.mean)
     alone = need_weights or not tables  # gradients of weights read tables before a step

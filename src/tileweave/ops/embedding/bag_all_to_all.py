@@ -36,6 +36,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.dtensors import refuse_dtensors
+from tileweave.ops.core.nodes import known_topology_of, topology_of
 from tileweave.ops.core.registry import (
     Group,
     debugging,
@@ -62,6 +63,7 @@ from tileweave.ops.embedding.inputs import (
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
+from tileweave.planning.topology import Topology
 
 _METAS: dict = {}
 # made here: compilers cannot make a tensor that requires a gradient
@@ -345,7 +347,8 @@ def _forward(
         agree_on_call(call, size)
     refuse_shared((*tables, *states) if gradient in KINDS[2:] else ())  # what the backward changes
     check_inputs(call, out, size, rank)
-    chosen = plan(call.tables, call.indices, call.batch, size)
+    ranks = Topology.one_node(size) if group is None else topology_of(group, indices.device)
+    chosen = plan(call.tables, call.indices, call.batch, ranks)
     if chosen.config is None:
         log_fallback(OP, chosen)
         y = reference.embedding_bag_all_to_all(*call[:-1], group if size > 1 else None)
@@ -405,7 +408,7 @@ def explain(
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     dims_of(tables)
     batch = (offsets.numel() - 1) // max(len(tables), 1) if batch is None else batch
-    return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
+    return plan(tables, indices, batch, known_topology_of(name_of(group)))
 
 
 SPEC = OperatorSpec(

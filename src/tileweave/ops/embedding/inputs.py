@@ -16,12 +16,14 @@ import torch
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import breaking_off, check_together
-from tileweave.ops.core.registry import agree, group_of, interpreting, machine_of
+from tileweave.ops.core.nodes import machine_in
+from tileweave.ops.core.registry import agree, group_of, interpreting
 from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.ops.matmul.inputs import refuse_alias
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, plan_embedding, rows_of
+from tileweave.planning.topology import Topology
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -75,12 +77,13 @@ class Call(NamedTuple):
 
 
 def plan(
-    tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int
+    tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, ranks: Topology
 ) -> Plan[EmbeddingConfig]:
     """The plan of a call. The path is the same on every rank; the cut of lookups may differ."""
     row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
     pooling = indices.numel() / max(len(tables) * batch, 1)
-    return plan_embedding(size, row_bytes, pooling, machine_of(indices.device), interpreting())
+    machine = machine_in(ranks, indices.device)
+    return plan_embedding(ranks.size, row_bytes, pooling, machine, interpreting())
 
 
 def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
+from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
 from tileweave.ops.core.registry import (
     Group,
     contiguous,
@@ -46,7 +47,6 @@ from tileweave.ops.core.registry import (
     group_of,
     interpreting,
     log_fallback,
-    machine_of,
     name_of,
     rank_and_size,
 )
@@ -68,6 +68,7 @@ from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, routes_fused
+from tileweave.planning.topology import Topology
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -239,7 +240,8 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
         check_together(OP, group_name, signature, check)
     else:
         _check_routing(topk_ids, experts, max_tokens, size, False)
-    if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
+    machine = machine_in(topology_of(group_of(group_name), topk_ids.device), topk_ids.device)
+    if routes_fused(size, machine, interpreting()) and max_tokens:
         return run_routing(topk_ids, size * experts, max_tokens, group_name).table
     ids = padded_ids(topk_ids, max_tokens)
     everyone = (
@@ -353,10 +355,10 @@ def check_inputs(
         refuse_alias((out,), (x, experts, plan.table))
 
 
-def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> Plan[DispatchConfig]:
+def plan_call(experts: torch.Tensor, plan: RoutingPlan, ranks: Topology) -> Plan[DispatchConfig]:
     """The plan of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
-    return plan_dispatch(shape, machine_of(experts.device), interpreting())
+    return plan_dispatch(shape, machine_in(ranks, experts.device), interpreting())
 
 
 def _forward(
@@ -381,7 +383,7 @@ def _forward(
         check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
     else:
         check_inputs(x, experts, routed, out)
-    chosen = plan_call(experts, routed)
+    chosen = plan_call(experts, routed, topology_of(group_of(group_name), x.device))
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
     if chosen.config is not None:
         kept = new_kept(x, routed, keep)
@@ -451,7 +453,7 @@ def _backward(
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed).config is None:
+    if plan_call(experts, routed, known_topology_of(group_name)).config is None:
         rows = rows_of(x, kept, routed)
     else:
         from tileweave.kernels.experts.rows import gather_rows
@@ -477,7 +479,8 @@ def _sum_over_rows(
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
     shape = shape_of(routed, turned.shape[1], turned.shape[2], turned.dtype)
-    chosen = plan_combine(shape, machine_of(grad.device), interpreting())
+    machine = machine_in(known_topology_of(group_name), grad.device)
+    chosen = plan_combine(shape, machine, interpreting())
     if chosen.config is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
@@ -531,7 +534,7 @@ def explain(
         plan = RoutingPlan(
             x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *rank_and_size(name)
         )
-    return plan_call(experts, plan)
+    return plan_call(experts, plan, known_topology_of(name))
 
 
 def warmup(

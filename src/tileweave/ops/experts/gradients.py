@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.ops.core.nodes import known_topology_of, machine_in
 from tileweave.ops.core.registry import group_of, interpreting, machine_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, shape_of
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
@@ -35,7 +36,8 @@ def combine_gradients(
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
     shape = shape_of(plan, experts.shape[2], experts.shape[1], y.dtype)
-    config = plan_dispatch(shape, machine_of(y.device), interpreting()).config
+    machine = machine_in(known_topology_of(group_name), y.device)
+    config = plan_dispatch(shape, machine, interpreting()).config
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)

@@ -33,6 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
+from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
 from tileweave.ops.core.registry import (
     Group,
     agree,
@@ -40,7 +41,6 @@ from tileweave.ops.core.registry import (
     group_of,
     interpreting,
     log_fallback,
-    machine_of,
     name_of,
     workspace_of,
 )
@@ -51,6 +51,7 @@ from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, routing_
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
+from tileweave.planning.topology import Topology
 from tileweave.transport.workspace import REGISTRY
 
 
@@ -247,10 +248,10 @@ def check_tokens(
         check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
 
 
-def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> Plan[CombineConfig]:
+def plan_call(plan: RoutingPlan, experts: torch.Tensor, ranks: Topology) -> Plan[CombineConfig]:
     """The plan of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
-    return plan_combine(shape, machine_of(experts.device), interpreting())
+    return plan_combine(shape, machine_in(ranks, experts.device), interpreting())
 
 
 def _accept(
@@ -295,7 +296,7 @@ def _accept(
         )
     else:
         check_inputs(y, experts, plan, weights, out)
-    chosen = plan_call(plan, experts)
+    chosen = plan_call(plan, experts, topology_of(group_of(group_name), y.device))
     if chosen.config is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
     return chosen
@@ -390,7 +391,7 @@ def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[C
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
     check_inputs(y, experts, plan, None, None)
-    return plan_call(plan, experts)
+    return plan_call(plan, experts, known_topology_of(plan.group_name, plan.world_size))
 
 
 _ARGUMENTS = (

@@ -166,7 +166,7 @@ def routing_plan(
 ) -> RoutingPlan:
     """The plan from the arguments of an operator."""
     return RoutingPlan(
-        table, tokens, max_tokens, topk, experts.shape[0], *rank_and_size(group_name)
+        table, tokens, max_tokens, topk, experts.shape[0], *rank_and_size(group_name), group_name
     )
 
 

@@ -37,6 +37,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -61,6 +62,7 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 _ALLOWED = "[R * m, ..., n]"  # of out
@@ -259,9 +261,9 @@ def check_inputs(
     check_shape("out", out, (size * x.shape[0], w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    return plan_for(plan_all_gather_matmul, x, x.shape[0], w.shape[0], size)
+    return plan_for(plan_all_gather_matmul, x, x.shape[0], w.shape[0], ranks)
 
 
 def _forward(
@@ -282,7 +284,7 @@ def _forward(
         (out,),
         "gathered" if return_gathered else "",
         lambda size: check_inputs(x, w, bias, out, size),
-        lambda size: plan(x, w, size),
+        lambda ranks: plan(x, w, ranks),
     )
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
@@ -402,7 +404,7 @@ def explain(
         return explain_one(x, w, bias, group, out=out)
     o = as_operands(x, w, bias, main_grad, cols, out)
     several.check_inputs(o.rows, o.w, o.bias, o.cols)
-    chosen = several.plan(o.rows, o.w, o.cols, rank_and_size(name_of(group))[1])
+    chosen = several.plan(o.rows, o.w, o.cols, known_topology_of(name_of(group)))
     if len(o.w) == 1:
         return chosen
     first = several.most_columns(o.w, o.cols)

@@ -46,6 +46,7 @@ from tileweave.ops.matmul.inputs import (
 )
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 Tensors = list[torch.Tensor]
 
@@ -142,10 +143,10 @@ def _present(w: Tensors, bias: Tensors) -> list[torch.Tensor | None]:
     return [b if b.numel() else None for b in bias] or [None] * len(w)
 
 
-def plan(x: torch.Tensor, w: Tensors, cols: list[int], size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: Tensors, cols: list[int], ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of the fused call, the same on every rank."""
     most = max(cols or [each.shape[0] for each in w])
-    return plan_for(plan_all_gather_matmul, x, x.shape[0], most, size)
+    return plan_for(plan_all_gather_matmul, x, x.shape[0], most, ranks)
 
 
 def _forward(
@@ -170,7 +171,7 @@ def _forward(
         (None,),
         ("list", return_gathered, len(cols), *sizes),
         lambda size: check_inputs(x, w, bias, cols),
-        lambda size: plan(x, w, cols, size),
+        lambda ranks: plan(x, w, cols, ranks),
         [list(x.shape)],
     )
     keep = return_gathered or len(w) > 1

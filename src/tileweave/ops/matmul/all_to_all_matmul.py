@@ -61,6 +61,7 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
@@ -188,10 +189,10 @@ def check_inputs(
     check_shape("out", out, (rows, w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    rows, depth = how.part(x.shape[0], x.shape[1], size)
-    return plan_for(plan_all_to_all_matmul, x, rows, w.shape[0], size, depth)
+    rows, depth = how.part(x.shape[0], x.shape[1], ranks.size)
+    return plan_for(plan_all_to_all_matmul, x, rows, w.shape[0], ranks, depth)
 
 
 def _forward(
@@ -216,7 +217,7 @@ def _forward(
         (out,),
         options,
         lambda size: check_inputs(x, w, bias, how, out, size),
-        lambda size: plan(x, w, how, size),
+        lambda ranks: plan(x, w, how, ranks),
     )
     if chosen.config is None:
         log_fallback(OP, chosen)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
@@ -25,7 +25,6 @@ from tileweave.planning.matmul import (
     plan_matmul_reduce_scatter,
 )
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.workspace import REGISTRY
 
 
 def gather_and_multiply(
@@ -42,7 +41,11 @@ def gather_and_multiply(
         )
     elif (
         plan_for(
-            plan_all_gather_matmul, grad, grad.shape[0], w.shape[1], dist.get_world_size(group)
+            plan_all_gather_matmul,
+            grad,
+            grad.shape[0],
+            w.shape[1],
+            known_topology_of(group_name),
         ).config
         is None
     ):
@@ -222,19 +225,14 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str, depth: 
 
     While such a kernel runs, no other work may need a multiprocessor.
     """
-    workspace = REGISTRY.find(group_name, grad.device)  # to look the group up takes 4 us
-    size = (
-        dist.get_world_size(group_of(group_name))
-        if workspace is None
-        else workspace.transport.world_size
-    )
+    ranks = known_topology_of(group_name)
     return (
         plan_for(
             plan_matmul_reduce_scatter,
             grad,
-            grad.shape[0] // size,
+            grad.shape[0] // ranks.size,
             w.shape[1],
-            size,
+            ranks,
             depth or grad.shape[1],
         ).config
         is not None
@@ -257,13 +255,10 @@ def exchange_and_multiply(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(exchanged grad) @ w for w [n, K], and the exchanged grad if ``keep``."""
     group = group_of(group_name)
-    rows, depth = how.part(grad.shape[0], grad.shape[1], dist.get_world_size(group))
-    if (
-        plan_for(
-            plan_all_to_all_matmul, grad, rows, w.shape[1], dist.get_world_size(group), depth
-        ).config
-        is None
-    ):
+    ranks = known_topology_of(group_name)
+    rows, depth = how.part(grad.shape[0], grad.shape[1], ranks.size)
+    chosen = plan_for(plan_all_to_all_matmul, grad, rows, w.shape[1], ranks, depth)
+    if chosen.config is None:
         y, exchanged = reference.all_to_all_matmul(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
@@ -279,11 +274,9 @@ def multiply_and_exchange(
 ) -> torch.Tensor:
     """The exchanged grad @ w, for grad [m, n] and w [n, K]."""
     group = group_of(group_name)
-    rows, cols = how.part(grad.shape[0], w.shape[1], dist.get_world_size(group))
-    if (
-        plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config
-        is None
-    ):
+    ranks = known_topology_of(group_name)
+    rows, cols = how.part(grad.shape[0], w.shape[1], ranks.size)
+    if plan_for(plan_matmul_all_to_all, grad, rows, cols, ranks).config is None:
         return reference.matmul_all_to_all(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )

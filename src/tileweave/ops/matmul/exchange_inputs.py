@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import require
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import Group, name_of, rank_and_size
 from tileweave.ops.matmul.warmup import (
     Rows,
@@ -66,7 +67,7 @@ def explain_exchange(
         size = rank_and_size(name)[1]
         how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
         check(rows, w, bias, how, flat, size)
-        return plan(rows, w, how, size)
+        return plan(rows, w, how, known_topology_of(name))
 
     return explain
 

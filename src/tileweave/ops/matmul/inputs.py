@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core import tuned_choices
 from tileweave.ops.core.debug_agreement import check_together
+from tileweave.ops.core.nodes import known_topology_of, spans_nodes, topology_of
 from tileweave.ops.core.registry import (
     Group,
     checksum_of,
@@ -33,6 +34,7 @@ from tileweave.ops.core.registry import (
 from tileweave.planning import choices
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
+from tileweave.planning.topology import Topology
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -267,32 +269,38 @@ def plan_for(
     x: torch.Tensor,
     rows: int,
     cols: int,
-    size: int,
+    ranks: Topology,
     depth: int | None = None,
     dtype: torch.dtype | None = None,
+    scales: str = "",
 ) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank.
 
     ``rows``: as :class:`Problem` counts them. ``depth``, ``dtype``: those of x, unless it is
-    quantised first.
+    quantised first. ``scales``: of FP8 operands.
     """
     depth, dtype = x.shape[1] if depth is None else depth, dtype or x.dtype
-    tuned_choices.read(x.device, size)
-    return _plan(planner, size, rows, cols, depth, dtype, machine_of(x.device), interpreting())
+    tuned_choices.read(x.device, ranks.size)
+    machine = machine_of(x.device)
+    return _plan(planner, ranks, rows, cols, depth, dtype, scales, machine, interpreting())
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     planner: Planner,
-    size: int,
+    ranks: Topology,
     rows: int,
     cols: int,
     depth: int,
     dtype: torch.dtype,
+    scales: str,
     machine: Machine,
     interpreted: bool,
 ) -> Plan:
-    problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
+    if not ranks.per_node:
+        return Plan("unfused", spans_nodes(ranks))
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(ranks.size, rows, cols, depth, dtype.itemsize, name, ranks.nodes, scales)
     return planner(problem, machine, interpreted)
 
 
@@ -351,7 +359,7 @@ def accept(
     results: Tensors,
     options: object,
     check: Callable[[int], None],
-    plan: Callable[[int], Plan],
+    plan: Callable[[Topology], Plan],
     agreed: list[list[int]] | None = None,
 ) -> Plan:
     """Check the arguments and plan the call, once per signature, to save host time.
@@ -372,7 +380,7 @@ def accept(
         ``check(world_size)`` raises :class:`InputError`.
 
     plan : callable
-        ``plan(world_size)`` plans the call.
+        ``plan(topology)`` plans the call.
 
     agreed : lists of int, optional
         The sizes that ranks must agree on, in place of all shapes of what the call reads.
@@ -415,8 +423,9 @@ def accept(
         check_together(op, group_name, common, checked)
     else:
         checked()
+    ranks = topology_of(group, x.device)
     unreachable = tuned_choices.agree(group, x.device)
-    chosen = Plan("unfused", unreachable) if unreachable else plan(size)
+    chosen = Plan("unfused", unreachable) if unreachable else plan(ranks)
     checksum = 0
     if chosen.config is not None:
         common["plan"] = repr(chosen.config)
@@ -441,7 +450,7 @@ def explain_matmul(
     """Make ``explain`` of an operator over x, w and bias.
 
     ``as_called(x, w, bias, out, group_name)`` returns x and out as rows; ``check(x, w, bias, out,
-    size)`` raises; ``plan(x, w, size)`` plans.
+    size)`` raises; ``plan(x, w, topology)`` plans.
     """
 
     def explain(
@@ -456,6 +465,6 @@ def explain_matmul(
         size = rank_and_size(name)[1]
         rows, flat = as_called(x, w, bias, out, name)
         check(rows, w, bias, flat, size)
-        return plan(rows, w, size)
+        return plan(rows, w, known_topology_of(name))
 
     return explain

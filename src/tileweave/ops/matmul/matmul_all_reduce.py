@@ -22,7 +22,7 @@ backward : nothing is sent. Gradients of the result must be the same on every ra
 all ranks go on with the same computation (tensor parallelism). Then gx = gy @ w and gw = gy.T @ x
 need this rank's operands only, and gradients of bias, residual and norm_weight are the same on
 every rank. A loss that differs between ranks needs ``matmul_reduce_scatter``, or an all-reduce of
-gy before.
+gy before. With ``main_grad``, gw is added to it by an operator of its own, for compilers.
 
 Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; residual and norm as in vLLM's
 ``fused_add_rms_norm``, with results in memory of their own.
@@ -39,23 +39,26 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     contiguous,
+    define,
     group_of,
     log_fallback,
     name_of,
-    rank_and_size,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
 from tileweave.ops.matmul import scaled_training as training
+from tileweave.ops.matmul.backward import add_product
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
     check_like_x,
+    check_main_grad,
     check_operands,
     check_shape,
     check_traced,
@@ -74,6 +77,7 @@ from tileweave.ops.matmul.warmup import (
 )
 from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 EPS = 1e-6
 
@@ -91,6 +95,7 @@ def matmul_all_reduce(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = EPS,
     group: Group | None = None,
+    main_grad: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     quantize: str | None = None,
@@ -135,6 +140,11 @@ def matmul_all_reduce(
         The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
         the default group.
 
+    main_grad : [N, k], optional
+        In the backward the gradient of w is added to it, and the gradient of w is None. float32,
+        contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
+        ``gradient_accumulation_fusion``.
+
     x_scale, w_scale : float32 tensors, optional
         For FP8 operands: x and w are float8_e4m3fn, and represent data times scale. One element
         each, for whole tensors; or [..., 1] and [1, N], for rows of x and columns of the
@@ -163,7 +173,7 @@ def matmul_all_reduce(
         bits or FP8. No gradients.
 
     out : [M, N] or [..., N], contiguous, optional
-        Memory for the first result. Not with gradients.
+        Memory for the first result. Not with gradients, nor with ``main_grad``.
 
     residual_out : [M, N] or [..., N], contiguous, optional
         Memory for the second result, with ``out`` and ``norm_weight``.
@@ -194,22 +204,19 @@ def matmul_all_reduce(
     tensor parallelism. Sources: arXiv 2305.06942; vLLM's ``fused_add_rms_norm``.
     """
     name, normed = name_of(group), norm_weight is not None
-    rows, given, flat, flat_residual = check_own(
-        OP, name, _as_called, x, w, bias, residual, norm_weight, out, residual_out, norm_eps
-    )
+    more = (residual, norm_weight, out, residual_out, norm_eps, main_grad)
+    rows, given, flat, flat_residual = check_own(OP, name, _as_called, x, w, bias, *more)
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.trains:
-        refused = {
-            "residual": residual,
-            "norm_weight": norm_weight,
-            "quantize_out": quantize_out,
-            "out": out,
-        }
+        names = ("residual", "norm_weight", "out", "main_grad", "quantize_out")
+        values = (residual, norm_weight, out, main_grad, quantize_out)
+        refused: dict[str, object] = dict(zip(names, values, strict=True))
         return training.call(OP, x, w, bias, scaling, name, refused)
     if scaling.given or quantize_out is not None:
-        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, {})
+        refused = {"main_grad": main_grad}
+        call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
         added = (bias, given, norm_weight, norm_eps)
         found = fp8.all_reduce(call, added, flat_residual, name, quantize_out or "")
         if out is not None:
@@ -226,7 +233,7 @@ def matmul_all_reduce(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
         return out if residual_out is None else (out, residual_out)
-    y, kept = _OPERATOR(rows, w, bias, given, norm_weight, norm_eps, name)
+    y, kept = _OPERATOR(rows, w, bias, given, norm_weight, norm_eps, name, main_grad)
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
@@ -242,9 +249,13 @@ def _as_called(
     out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
     norm_eps: float = EPS,
+    main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return x, residual, out and residual_out as rows. Raises for what those no longer show."""
     rows = as_rows(x, w, OP)
+    if main_grad is not None:
+        require(out is None, "out= with main_grad=", "one of them", "drop out=")
+        check_main_grad([w], [main_grad])
     if residual is not None:
         residual = contiguous(residual, "residual", OP)
         if x.dim() > 2:
@@ -307,9 +318,9 @@ def check_inputs(
     check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], size)
+    return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], ranks)
 
 
 def _forward(
@@ -320,10 +331,13 @@ def _forward(
     norm_weight: torch.Tensor | None,
     norm_eps: float,
     group_name: str,
+    main_grad: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if main_grad is not None:
+        check_main_grad([w], [main_grad])
     inputs = (x, w, bias, residual, norm_weight)
     chosen = accept(
         OP,
@@ -334,7 +348,7 @@ def _forward(
         (out, residual_out),
         norm_eps,
         lambda size: check_inputs(*inputs, out, residual_out),
-        lambda size: plan(x, w, size),
+        lambda ranks: plan(x, w, ranks),
     )
     if chosen.config is None:
         log_fallback(OP, chosen)
@@ -356,17 +370,20 @@ def _fake(
     norm_weight: torch.Tensor | None,
     norm_eps: float,
     group_name: str,
+    main_grad: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_traced(lambda: check_main_grad([w], [] if main_grad is None else [main_grad]))
     check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, out, residual_out))
     y = x.new_empty(x.shape[0], w.shape[0])
     return y, x.new_empty(0) if norm_weight is None else torch.empty_like(y)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, w, bias, residual, norm_weight, ctx.norm_eps, ctx.group_name = inputs
+    # main_grad is not saved: later calls add to it before this backward runs
+    x, w, bias, residual, norm_weight, ctx.norm_eps, ctx.group_name, ctx.main_grad = inputs
     ctx.optional = bias is not None, residual is not None, norm_weight is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w, norm_weight, output[1] if norm_weight is not None else None)
@@ -375,23 +392,30 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _gradients(
     ctx: Any, grad: torch.Tensor | None, grad_kept: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients in plain torch, which compilers can trace, since nothing is sent."""
+    """Gradients in plain torch, which compilers can trace, since nothing is sent.
+
+    The gradient of the weight is added to ``ctx.main_grad`` if there is one.
+    """
     x, w, norm_weight, kept = ctx.saved_tensors
     has_bias, has_residual, has_norm = ctx.optional
-    need_x, need_w, need_bias, need_residual, need_norm, _, _ = ctx.needs_input_grad
-    g_norm = None
+    need_x, need_w, need_bias, need_residual, need_norm = ctx.needs_input_grad[:5]
+    g_norm, none = None, (None,) * len(ctx.needs_input_grad)
     if has_norm:
         grad, g_norm = _through_norm(grad, grad_kept, norm_weight, kept, ctx.norm_eps)
     if grad is None:
-        return None, None, None, None, None, None, None
+        return none
+    g_w = None
+    if need_w and ctx.main_grad is not None:
+        torch.ops.tileweave.add_product(ctx.main_grad, grad, x)
+    elif need_w:
+        g_w = grad.t() @ x
     return (
         grad @ w if need_x else None,
-        grad.t() @ x if need_w else None,
+        g_w,
         grad.sum(0) if has_bias and need_bias else None,
         grad if has_residual and need_residual else None,
         g_norm if need_norm else None,
-        None,
-        None,
+        *none[5:],
     )
 
 
@@ -423,6 +447,7 @@ def explain(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     group: Group | None = None,
+    main_grad: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     w_scale: torch.Tensor | None = None,
     quantize: str | None = None,
@@ -433,16 +458,16 @@ def explain(
 ) -> Plan:
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     rows, given, flat, flat_residual = _as_called(
-        x, w, bias, residual, norm_weight, out, residual_out
+        x, w, bias, residual, norm_weight, out, residual_out, main_grad=main_grad
     )
     scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.trains:
         return training.explain(OP, x, w, bias, scaling, group)
     if scaling.given:
-        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, {})
+        call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, {"main_grad": main_grad})
         return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
-    return plan(rows, w, rank_and_size(name_of(group))[1])
+    return plan(rows, w, known_topology_of(name_of(group)))
 
 
 def warmup(
@@ -481,6 +506,7 @@ def warmup(
 
 
 def _define_more() -> None:
+    define("add_product(Tensor(a!) main_grad, Tensor grad, Tensor rows) -> ()", add_product)
     fp8.define_reduce()
     training.define_training(OP)
 
@@ -489,6 +515,7 @@ SPEC = OperatorSpec(
     call=matmul_all_reduce,
     arguments="Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight,"
     " float norm_eps, str group_name",
+    options="Tensor? main_grad=None",
     results="(Tensor, Tensor)",
     out="Tensor(a!) out, Tensor(b!)? residual_out",
     forward=_forward,

@@ -61,6 +61,7 @@ from tileweave.ops.matmul.matmul_all_to_all_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_all_to_all
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
@@ -174,10 +175,10 @@ def check_inputs(
     )
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, ranks: Topology) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    rows, cols = how.part(x.shape[0], w.shape[0], size)
-    return plan_for(plan_matmul_all_to_all, x, rows, cols, size)
+    rows, cols = how.part(x.shape[0], w.shape[0], ranks.size)
+    return plan_for(plan_matmul_all_to_all, x, rows, cols, ranks)
 
 
 def _forward(
@@ -201,7 +202,7 @@ def _forward(
         (out,),
         options,
         lambda size: check_inputs(x, w, bias, how, out, size),
-        lambda size: plan(x, w, how, size),
+        lambda ranks: plan(x, w, how, ranks),
     )
     if chosen.config is None:
         log_fallback(OP, chosen)

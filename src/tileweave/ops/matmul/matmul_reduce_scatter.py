@@ -34,6 +34,7 @@ from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
@@ -57,6 +58,7 @@ from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 _ALLOWED = "[M / R, ..., N]"  # of out
@@ -255,10 +257,10 @@ def check_inputs(
     check_shape("out", out, (x.shape[0] // size, w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int, depth: int = 0) -> Plan[MatmulConfig]:
+def plan(x: torch.Tensor, w: torch.Tensor, ranks: Topology, depth: int = 0) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank."""
-    rows = x.shape[0] // size
-    return plan_for(plan_matmul_reduce_scatter, x, rows, w.shape[0], size, depth or x.shape[1])
+    rows = x.shape[0] // ranks.size
+    return plan_for(plan_matmul_reduce_scatter, x, rows, w.shape[0], ranks, depth or x.shape[1])
 
 
 def _forward(
@@ -282,7 +284,7 @@ def _forward(
         (out,),
         depth or "",
         lambda size: check_inputs(x, w, bias, out, size, depth),
-        lambda size: plan(x, w, size, depth),
+        lambda ranks: plan(x, w, ranks, depth),
         [[x.shape[0]], [w.shape[0]], [bias is not None]] if depth else None,
     )
     if chosen.config is None:
@@ -400,7 +402,7 @@ def explain(
     size = rank_and_size(name)[1]
     rows, flat = _as_called(x, w, bias, out, name, depth, main_grad)
     check_inputs(rows, w, bias, flat, size, depth or 0)
-    return plan(rows, w, size, depth or 0)
+    return plan(rows, w, known_topology_of(name), depth or 0)
 
 
 def _define_more() -> None:

@@ -112,6 +112,10 @@ class TileSchedule:
     group_m : tile rows that share columns of w in L2, see :func:`grouped`.
     num_programs : P.
     own_first : see :attr:`lead`.
+    per_node : ranks of a node, where those of other nodes share no memory with this one; 0: all
+        ranks share memory. Then the tiles of this node come first, source after source. Those of
+        other nodes follow chunk after chunk, since all of these sources arrive at the same time.
+    chunk_tiles : tile rows of a chunk, with ``per_node``.
     """
 
     rank: int
@@ -129,6 +133,8 @@ class TileSchedule:
     cut_bands: bool = False
     team: int = 1
     own_first: bool = True
+    per_node: int = 0
+    chunk_tiles: int = 1
 
     @property
     def spans_shards(self) -> bool:
@@ -208,6 +214,9 @@ class TileSchedule:
         if self.spans_shards:
             row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
             return row * self.tile_m, self.rows * self.world_size, col
+        if self.per_node:
+            source, row, col = self._place_in_nodes(tile)
+            return source * self.rows + row * self.tile_m, (source + 1) * self.rows, col
         step, height, within = 0, self.tile_rows, tile
         if tile >= self.lead * self.per_source:
             band, within = divmod(tile - self.lead * self.per_source, self.band_tiles)
@@ -220,6 +229,23 @@ class TileSchedule:
             (source + 1) * self.rows,
             col,
         )
+
+    def _place_in_nodes(self, tile: int) -> tuple[int, int, int]:
+        """Tile number -> (source, tile row of its shard, tile column)."""
+        each, local = self.per_node, self.rank % self.per_node
+        near = each * self.per_source
+        if tile < near:
+            step, within = divmod(tile, self.per_source)
+            row, col = grouped(within, self.tile_rows, self.tile_cols, self.group_m)
+            return self.rank - local + (local - step) % each, row, col
+        far = self.world_size - each  # sources of other nodes
+        chunk, within = divmod(tile - near, far * self.chunk_tiles * self.tile_cols)
+        height = min(self.chunk_tiles, self.tile_rows - chunk * self.chunk_tiles)
+        row, col = grouped(within, far * height, self.tile_cols, self.group_m)
+        step, row = divmod(row, height)
+        node = (self.rank // each - 1 - step // each) * each
+        source = (node + (local - step) % each) % self.world_size
+        return source, chunk * self.chunk_tiles + row, col
 
     def units(self, program: int) -> Iterator[Unit]:
         """The units of one program, in its order of work."""

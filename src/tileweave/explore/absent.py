@@ -15,13 +15,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tileweave.device.interpreter import words as interpreted
+from tileweave.device.triton import meet as meeting
 from tileweave.device.triton import self_signaling as marked
 from tileweave.explore.interpreter import exploring
 from tileweave.explore.memory import Violation
@@ -91,18 +91,29 @@ PAUSED = (
     ),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
 )
-# fault -> where, which device function, what it does instead, scenarios that find that
-FORGOTTEN: dict[str, tuple[Any, ...]] = {
-    "refuse_gone": (embedding_gradient, "refuse_gone", lambda peers, n, *_: n, PAUSED[-1]),
-    "or_gone": (embedding_gradient, "or_gone", lambda peers, n, *_: n, PAUSED[-1]),
-    "shards after a fault": (exchange, "faulted", lambda peers: 0, GATHER),
-    "gradients after a fault": (embedding_gradient, "faulted", lambda peers: 0, SUMS),
-    "signals of later calls": (
-        interpreted,
-        "must_wait",
-        lambda seen, expected, exact: interpreted.wrapped(seen - expected) < 0,
-        *COPIED_GATHERS,
+# with two slots of eager calls: not after a capture
+READING = (
+    COPIED_GATHERS[0],
+    AllGatherMatmul(
+        "by shards", triton_config("copy_engine", kernel="library"), ((2, 16, 16),), (1,)
     ),
+    MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((32, 16, 16),), (1,)),
+)
+# fault -> cases that find it, the device or host function, where it is replaced (None: wherever it
+# is known), what it does instead
+FORGOTTEN: dict[str, tuple[str, str, Any, Callable[..., Any]]] = {
+    "refuse_gone": ("paused", "refuse_gone", embedding_gradient, lambda peers, n, *_: n),
+    "or_gone": ("paused", "or_gone", embedding_gradient, lambda peers, n, *_: n),
+    "shards after a fault": ("paused", "faulted", exchange, lambda peers: 0),
+    "gradients after a fault": ("paused", "faulted", embedding_gradient, lambda peers: 0),
+    "signals of later calls": (
+        "paused",
+        "must_wait",
+        interpreted,
+        lambda seen, expected, exact: interpreted.wrapped(seen - expected) < 0,
+    ),
+    "two slots of eager copies": ("reading", "copy_slot", None, lambda instance: 0),
+    "ranks that are ahead in a meeting": ("reading", "refuse_later", meeting, lambda *_: None),
 }
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
@@ -117,9 +128,9 @@ def _of_one_size(scenario: Any) -> Any:
     return replace(scenario, **{name: getattr(scenario, name)[-1:] for name in sizes})
 
 
-EVERYTHING = tuple(map(_of_one_size, EXPLORED))
+EVERYTHING = tuple(_of_one_size(s) for s in EXPLORED if getattr(s, "sends", True))
 # (world size, ranks that make one call only)
-ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))
+ABSENT = ((2, (0,)), (2, (1,)), (3, (0,)), (3, (2,)), (3, (0, 1)), (3, (1, 2)))
 
 
 class Clock:
@@ -138,6 +149,7 @@ class Clock:
         self.ran_out: list[tuple[str, int, int]] = []
         # called before each wait: whether it refuses signals of later calls, and its limit
         self.on_wait: Callable[[bool, int], None] = lambda exact, limit: None
+        self.on_waited = self.on_wait  # and after it
         self.stuck, self.tasks._stuck = self.tasks._stuck, self.no_task_can_go_on
 
     def begin(self, task: Task, body: Callable[[], None]) -> None:
@@ -168,7 +180,7 @@ class Clock:
             task.state = "ready"
 
     def expire(self, block: int, index: int) -> None:
-        self.ran_out.append((self.tasks.current.name, index, self.now))
+        self.ran_out.append((self.tasks.running().name, index, self.now))
         words = {
             word: ctypes.c_int32.from_address(block + 4 * word)
             for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)
@@ -183,7 +195,7 @@ class Clock:
     def is_overdue(self, started, limit):
         due, me = (
             (interpreted._value(started) + interpreted._value(limit)) // 1000,
-            self.tasks.current,
+            self.tasks.running(),
         )
         if due > self.now:
             self.polls[me] = due
@@ -201,7 +213,7 @@ class Clock:
         words, number, expected, begin, block, limit = map(
             interpreted._value, (signals, count, epoch, first, control, LIMIT)
         )
-        me = self.tasks.current
+        me = self.tasks.running()
         self.on_wait(bool(interpreted._value(EXACT)), limit)
         for index in range(begin, begin + number):
             time = ctypes.c_int32.from_address(block + 4 * limit).value
@@ -215,6 +227,7 @@ class Clock:
                 self.tasks.park((words + 4 * index, words + 4 * index + 4))
             self.due.pop(me)
             self.late.discard(me)
+        self.on_waited(bool(interpreted._value(EXACT)), limit)
         return interpreted._scalar(0)
 
     def refuse_later(self, signals, epoch, index, unit, control, report):
@@ -223,111 +236,191 @@ class Clock:
             self.expire(block, number)
 
 
-def found_with_absent_ranks(how: str) -> list[str]:
-    """Return what is wrong; nothing is expected. Needs its own process, since it replaces device
-    functions in kernels.
+class Case(NamedTuple):
+    """What one run does. ``how``: "named" checks which rank reports what; "everywhere", with every
+    operator, checks only that all calls end, that a rank reports why, and that results are NaN; in
+    "moments", with every operator, absent ranks arrive while the others give up; in "paused" rank 1
+    is paused in its first call, after its pushes, until rank 0 has given up the second call and
+    ended the third, which has the slot of the first one: the first result of rank 1 is right, or
+    NaN, or reported. In "reading" rank 1 is paused when the data of copy engines is there, before
+    it reads: in its first call, until rank 0 has given up the second one; or (``absent``) in its
+    second call, which it begins when rank 0 has come to the third, until rank 0 has ended all."""
 
-    ``how`` is "named": check which rank reports what; "everywhere": with every operator, but check
-    only that all calls end, that a rank reports why and that results are NaN; "moments": with every
-    operator, and absent ranks arrive while the others give up.
-    """
-    latest: list[Clock] = []
-    _go_by(latest)
-    found = []
-    with exploring() as enter:
-        cases = product(SCENARIOS, (1, 2, 3), ABSENT, range(4))
-        if how != "named":
-            cases = (
-                case
-                for s in EVERYTHING
-                for case in product((s,), s.programs, ABSENT[1::2], range(1))
-            )
-        run = (
-            _run_to_a_moment if how == "moments" else partial(_run, everywhere=how == "everywhere")
-        )
-        for scenario, programs, (size, absent), seed in cases:
-            world = _world(size, programs, seed, enter, latest)
-            wrong = run(world, scenario, programs, absent, latest[-1])
-            enter(None)
+    how: str
+    scenario: Any
+    programs: int
+    size: int
+    absent: tuple[int, ...]
+    seed: int
+
+    def __str__(self) -> str:
+        name = f"{self.scenario.op}/{self.scenario.name}@{self.size}"
+        if self.how == "paused":
+            return f"{name}, rank 1 paused, seed {self.seed}"
+        missing = f"without {self.absent}, {self.programs} programs, seed {self.seed}"
+        return f"{name} {missing}, {self.how}"
+
+
+def cases(how: str) -> Iterator[Case]:
+    """All cases of this kind."""
+    if how == "paused":
+        for scenario, seed in product(PAUSED, range(4)):
+            yield Case(how, scenario, 1, 2, (), seed)
+    elif how == "reading":
+        for scenario, absent, seed in product(READING, ((), (1,)), range(4)):
+            yield Case(how, scenario, 1, 2, absent, seed)
+    elif how == "named":
+        for scenario, programs, (size, absent), seed in product(
+            SCENARIOS, (1, 2, 3), ABSENT, range(4)
+        ):
+            yield Case(how, scenario, programs, size, absent, seed)
+    else:
+        for scenario in EVERYTHING:
+            for programs, (size, absent) in product(scenario.programs, ABSENT[1::2]):
+                yield Case(how, scenario, programs, size, absent, 0)
+
+
+class Absence:
+    """Runs cases, in a process of its own or a fork: it replaces device functions in kernels.
+    ``enter`` sets the world in which kernels run."""
+
+    def __init__(self, enter: Callable[[World | None], None]) -> None:
+        self.enter, self.clocks = enter, list[Clock]()
+        self.held: list[Task] | None = None  # paused tasks, where rank 1 is to be paused
+        _go_by(self.clocks)
+        modules: tuple[Any, ...] = (exchange, matmul_all_reduce)
+        for module in modules:
+            module.leave_early = self._then_pause(module.leave_early)
+        push: Any = embedding_gradient.Push
+        push.launch_alone = self._then_pause(push.launch_alone)
+
+    def found(self, case: Case) -> list[str]:
+        """What is wrong; nothing is expected."""
+        world = _world(case.size, case.programs, case.seed, self.enter, self.clocks)
+        try:
+            if case.how == "paused":
+                wrong = self._paused(case.scenario, world)
+            elif case.how == "reading":
+                wrong = self._reading(case, world)
+            else:
+                wrong = (_run_to_a_moment if case.how == "moments" else _run)(
+                    world, case, self.clocks[-1]
+                )
+        finally:
+            self.enter(None)
             world.close()
-            found += [
-                f"{scenario.name}@{size} without {absent}, {programs} programs, seed {seed}: {text}"
-                for text in wrong
-            ]
-    return found
+            self.clocks.clear()
+        return [f"{case}: {text}" for text in wrong]
 
-
-def found_with_a_paused_rank(forgets: str = "") -> list[str]:
-    """Rank 1 is paused in its first call, after its pushes, until rank 0 has given up the second
-    call and ended the third, which has the slot of the first one. The first result of rank 1 is
-    right, or NaN, or reported.
-
-    Needs its own process. ``forgets``: one of :data:`FORGOTTEN`, a fault to be found.
-    """
-    latest: list[Clock] = []
-    _go_by(latest)
-    held: list[Task] = []
-
-    def pause_rank_1() -> None:
-        tasks = latest[-1].tasks
-        if not held and tasks.current.rank == 1:
-            held.append(tasks.current)
+    def _pause_rank_1(self) -> None:
+        tasks = self.clocks[-1].tasks
+        if self.held is not None and not self.held and tasks.running().rank == 1:
+            self.held.append(tasks.running())
             tasks.block()
 
-    def then_pause(word: Callable[..., Any]) -> Callable[..., None]:
+    def _then_pause(self, word: Callable[..., Any]) -> Callable[..., None]:
         def both(*words: Any) -> None:
             word(*words)
-            pause_rank_1()
+            self._pause_rank_1()
 
         return both
 
-    for module in (exchange, matmul_all_reduce):
-        module.leave_early = then_pause(module.leave_early)
-    embedding_gradient.Push.launch_alone = then_pause(embedding_gradient.Push.launch_alone)
-    scenarios: tuple[Any, ...] = PAUSED
-    if forgets:
-        module, name, instead, *scenarios = FORGOTTEN[forgets]
-        setattr(module, name, instead)
+    def _paused(self, scenario: Any, world: World) -> list[str]:
+        held, results = list[Task](), list[str]()
+        self.held = held
+        pausing = PAUSING.get(scenario)
+        if pausing is not None:
+            self.clocks[-1].on_wait = lambda *wait: self._pause_rank_1() if pausing(*wait) else None
+
+        def body(rank: int) -> None:
+            drawn = Drawn(1, None, 1, 3, 0)
+            _begin(world, scenario, rank, drawn)
+            for number in range(3 if rank == 0 else 1):
+                wrong = list(_wrong_in_call(world, scenario, rank, number, drawn))
+                results.extend(wrong if rank == 1 else [])
+            if rank == 0 and held:
+                world.tasks.unblock(held[0])
+
+        try:
+            world.run(body)
+        finally:
+            self.held = None
+        return results + ([] if held else ["no rank was paused"])
+
+    def _reading(self, case: Case, world: World) -> list[str]:
+        clock, results, drawn = self.clocks[-1], list[str](), Drawn(1, None, 1, 3, 0)
+        late = bool(case.absent)
+        number_of = [0, 0]  # of the call that each rank is in
+        waiting: dict[str, Task] = {}
+        told: set[str] = set()
+
+        def until(moment: str) -> None:
+            if moment not in told:
+                waiting[moment] = world.tasks.running()
+                world.tasks.block()
+
+        def tell(moment: str) -> None:
+            told.add(moment)
+            if moment in waiting:
+                world.tasks.unblock(waiting.pop(moment))
+
+        def waits(exact: bool, limit: int) -> None:
+            if world.tasks.running().rank == 0 and late and number_of[0] == 2:
+                world.memory.drain(world.tasks.running())  # rank 1 sees the number it came with
+                tell("rank 0 is a call ahead")
+                until("rank 1 reads")
+
+        def has_waited(exact: bool, limit: int) -> None:
+            mine = world.tasks.running().rank == 1 and number_of[1] == int(late)
+            if mine and limit == TIMEOUT_US and "rank 1 reads" not in told:
+                tell("rank 1 reads")
+                until("rank 0 has ended")
+
+        clock.on_wait, clock.on_waited = waits, has_waited
+
+        def body(rank: int) -> None:
+            _begin(world, case.scenario, rank, drawn)
+            for number in range(1 + late if rank == 1 else CALLS if late else 2):
+                if rank == 1 and late and number == 1:
+                    until("rank 0 is a call ahead")
+                number_of[rank] = number
+                wrong = list(_wrong_in_call(world, case.scenario, rank, number, drawn))
+                results.extend(wrong if rank == 1 else [])
+            tell("rank 1 reads" if rank == 1 else "rank 0 has ended")
+
+        world.run(body)
+        return results
+
+
+def found_in_cases(how: str, forgets: str = "") -> list[str]:
+    """In a process of its own: what is wrong in the cases of this kind. ``forgets``: one of
+    :data:`FORGOTTEN`, a fault to be found: the first case that finds it ends the run."""
     found = []
     with exploring() as enter:
-        for scenario, seed in product(scenarios, range(4)):
-            world, results = _world(2, 1, seed, enter, latest), []
-            held.clear()
-            pausing = PAUSING.get(scenario)
-            if pausing is not None:
-                latest[-1].on_wait = lambda *wait, pausing=pausing: (
-                    pause_rank_1() if pausing(*wait) else None
-                )
-
-            def body(
-                rank: int,
-                world: World = world,
-                scenario: Any = scenario,
-                results: list[str] = results,
-            ) -> None:
-                drawn = Drawn(1, None, 1, 3, 0)
-                _begin(world, scenario, rank, drawn)
-                for number in range(3 if rank == 0 else 1):
-                    wrong = list(_wrong_in_call(world, scenario, rank, number, drawn))
-                    results.extend(wrong if rank == 1 else [])
-                if rank == 0:
-                    world.tasks.unblock(held[0])
-
-            world.run(body)
-            enter(None)
-            world.close()
-            found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + (
-                [] if held else ["no rank was paused"]
-            )
+        absence = Absence(enter)
+        if forgets:
+            _, name, where, instead = FORGOTTEN[forgets]
+            for module in _holding(name) if where is None else [where]:
+                setattr(module, name, instead)
+        for case in cases(how):
+            found += absence.found(case)
+            if forgets and found:
+                break
     return found
+
+
+def _holding(name: str) -> list[Any]:
+    """The modules of this package that have ``name``."""
+    ours = [module for key, module in sys.modules.items() if key.startswith("tileweave.")]
+    return [module for module in ours if hasattr(module, name)]
 
 
 def _go_by(latest: list[Clock]) -> None:
     """Make waits, and polls of self-signaling data, use the latest clock."""
     for name in ("wait", "refuse_later"):
         word = getattr(interpreted, name)
-        for module in list(sys.modules.values()):
-            if getattr(module, name, None) is word and module.__name__.startswith("tileweave"):
+        for module in _holding(name):
+            if getattr(module, name) is word:
                 setattr(module, name, lambda *a, name=name, **k: getattr(latest[-1], name)(*a, **k))
     marked._is_overdue = lambda *a: latest[-1].is_overdue(*a)
     marked.expire = lambda *a: latest[-1].report(*a)
@@ -356,10 +449,10 @@ def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:
             instance.control[word] = limit
 
 
-def _run(
-    world: World, scenario: Any, programs: int, absent: set[int], clock: Clock, everywhere: bool
-) -> list[str]:
-    """Make four calls, of which ``absent`` make the first only."""
+def _run(world: World, case: Case, clock: Clock) -> list[str]:
+    """Make four calls, of which absent ranks make the first only."""
+    _, scenario, programs, _, absent, _ = case
+    everywhere = case.how == "everywhere"
     drawn = Drawn(programs, None, 1, 3, 0)
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
 
@@ -377,7 +470,7 @@ def _run(
         first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
         wrong.append("no rank reports")
-    for rank in sorted(set(range(world.size)) - absent):
+    for rank in sorted(set(range(world.size)) - set(absent)):
         for number, found in enumerate(results[rank][1:]):
             sums = [got for got in found if got.is_floating_point()]
             if sums and not any(got.isnan().any() for got in sums):
@@ -387,7 +480,9 @@ def _run(
     )
 
 
-def _wrong_of_late_ones(world: World, scenario: Any, drawn: Drawn, absent: set[int]) -> list[str]:
+def _wrong_of_late_ones(
+    world: World, scenario: Any, drawn: Drawn, absent: tuple[int, ...]
+) -> list[str]:
     """Absent ranks arrive after all, when the others have long given up and are calls ahead. Their
     results are right, or NaN. If they are rows of a slot or whole numbers, these ranks may have
     timed out themselves instead."""
@@ -423,20 +518,17 @@ def _wrong_in_call(
             yield f"rank {rank} in call {number}: {name} passes for right"
 
 
-def _run_to_a_moment(
-    world: World, scenario: Any, programs: int, absent: set[int], clock: Clock
-) -> list[str]:
-    """Make four calls on every rank. In the second, ``absent`` arrive when a random number of waits
-    of the others have timed out.
+def _run_to_a_moment(world: World, case: Case, clock: Clock) -> list[str]:
+    """Make four calls on every rank. In the second, absent ranks arrive when a random number of
+    waits of the others have timed out.
 
     All results are right, or NaN, or (rows that stay, and whole numbers) their rank has timed out.
     Where copy engines send what a rank that gave up still has to send, check only that every call
     ends: see decision 0007, open questions.
     """
+    _, scenario, programs, _, absent, _ = case
     drawn, wrong, waiting, ended = Drawn(programs, None, 1, 3, 0), [], [], set(absent)
-    moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice(
-        (1, 1, 2, 3, 5, 8)
-    )
+    moment = random.Random(f"{scenario.name} {programs} {list(absent)}").choice((1, 1, 2, 3, 5, 8))
     expire = clock.expire
 
     def come() -> None:
@@ -499,7 +591,7 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
             )
         for number, found in enumerate(() if copied else results[rank][1:]):
             late = [
-                found[0][:, DIM * r : DIM * (r + 1)] for r in absent | {rank}
+                found[0][:, DIM * r : DIM * (r + 1)] for r in {*absent, rank}
             ]  # others may store, though no rank waits for them
             if not all(columns.isnan().all() for columns in late):
                 wrong.append(

@@ -1,0 +1,359 @@
+"""Scenarios of kernels that send nothing: lookups, sums by table row, rows of experts, lengths and
+values that leave and arrive, quantisation, norms.
+
+They have no interleavings of ranks, but the checks of memory and of programs of one grid, and
+results that are compared. Each draws what it runs on from the seed: ragged bags, runs of every
+length, sizes that are no power of two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tileweave.explore.ranks import World
+from tileweave.explore.scenarios import POOL, Drawn, whole_numbers
+from tileweave.planning.sharding import EmbeddingConfig
+
+Found = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+STRAY = 2**31 - 1  # an index that no table has
+
+
+@dataclass(frozen=True)
+class Local:
+    """``body(world, rank, seed)`` runs kernels and yields (name, result, what it must equal)."""
+
+    name: str
+    body: Callable[[World, int, int], Found]
+    op: str = "local"
+    programs: tuple[int, ...] = (1,)
+    resident: int = 1
+    sends: ClassVar[bool] = False
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        """There is nothing that calls share."""
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Found:
+        yield from self.body(world, rank, (number + drawn.order) % POOL)
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        return iter(())
+
+
+def near(
+    name: str, got: torch.Tensor, want: torch.Tensor
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """A result that need not be exact: what is close counts as equal."""
+    right = torch.isclose(got.float(), want.float(), rtol=2e-5, atol=1e-5)
+    return name, torch.where(right, want.to(got.dtype), got), want.to(got.dtype)
+
+
+def bags_of(
+    seed: int, tables: list[torch.Tensor], batch: int, weighted: bool, longest: int = 3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(indices, offsets, weights) of ragged bags, one of them long, and of indices that are out of
+    range. The first positions and the last ones are in no bag."""
+    draw = random.Random(f"bags {seed}")
+    lengths = [draw.randint(0, longest) for _ in range(len(tables) * batch)]
+    lengths[draw.randrange(len(lengths))] = 4 * longest + 5
+    offsets = torch.tensor([0, *lengths]).cumsum(0) + seed % 2
+    count = int(offsets[-1]) + seed % 3
+    indices = torch.tensor([draw.randrange(tables[0].shape[0]) for _ in range(count)])
+    for stray in (-1, tables[0].shape[0], tables[-1].shape[0], STRAY):
+        indices[draw.randrange(count)] = stray
+    return indices, offsets, whole_numbers((count,), "weights", seed).clone() if weighted else None
+
+
+def pooled(
+    tables: list[torch.Tensor],
+    bags: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    batch: int,
+    mean: bool,
+) -> torch.Tensor:
+    """The result of a lookup, by a loop over bags."""
+    indices, offsets, weights = bags
+    whole = torch.zeros(batch, sum(table.shape[1] for table in tables))
+    column = 0
+    for t, table in enumerate(tables):
+        for sample in range(batch):
+            begin, end = offsets[t * batch + sample : t * batch + sample + 2].tolist()
+            for at in range(begin, end):
+                if 0 <= int(indices[at]) < table.shape[0]:
+                    scale = 1.0 if weights is None else weights[at]
+                    row = whole[sample, column : column + table.shape[1]]
+                    row += scale * table[int(indices[at])]
+            if mean:
+                whole[sample, column : column + table.shape[1]] /= max(end - begin, 1)
+        column += table.shape[1]
+    return whole
+
+
+def lookup(world: World, rank: int, seed: int) -> Found:
+    from tileweave.kernels.embedding.lookup import launch
+
+    dims, batch, mean = ((8, 16), (4, 24), (5, 3))[seed % 3], 5, seed % 2 == 1
+    tables = [whole_numbers((7 + t, dim), "table", t, seed).clone() for t, dim in enumerate(dims)]
+    bags = bags_of(seed, tables, batch, seed % 4 >= 2)
+    for table in tables:
+        world.know(rank, "table", table)
+    config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
+    columns = (0, dims[0])
+    words = [
+        (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
+    ]
+    out = torch.full((batch, sum(dims)), float("nan"))
+    launch(torch.tensor(words), tables, columns, *bags, out, batch, mean, config)
+    yield near("out", out, pooled(tables, bags, batch, mean))
+
+
+def table_sums(world: World, rank: int, seed: int) -> Found:
+    """Runs of 1 to 60 positions, in every kind of step."""
+    from tileweave.kernels.embedding.table_sums import sum_rows
+    from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+
+    draw = random.Random(f"runs {seed}")
+    kind = ("dense", "sgd", "adagrad", "sparse")[seed % 4]
+    dims, batch = ((8, 16), (8, 8), (5, 3))[seed % 3], 4
+    tables = [whole_numbers((6, dim), "table", t, seed).clone() for t, dim in enumerate(dims)]
+    runs = [draw.choice((0, 1, 2, 7, 8, 9, 16, 17, 24, 25)) for _ in range(5)] + [
+        draw.choice((17, 25, 33, 60))
+    ]
+    draw.shuffle(runs)
+    indices = [row for row, run in enumerate(runs) for _ in range(run)]
+    draw.shuffle(indices)
+    half = draw.randrange(len(indices) + 1)  # the first table has these positions
+    edges = sorted(draw.randrange(half + 1) for _ in range(batch - 1))
+    more = sorted(draw.randint(half, len(indices)) for _ in range(batch - 1))
+    offsets = torch.tensor([0, *edges, half, *more, len(indices)])
+    chosen = torch.tensor(indices)
+    if seed % 2:
+        chosen[draw.randrange(len(indices))] = STRAY
+    weights = whole_numbers(chosen.shape, "weights", seed).clone() if seed % 3 == 1 else None
+    lookups = Lookups(chosen, offsets, weights, batch, False)
+    grad = whole_numbers((batch, sum(dims)), "gradient", rank, seed).clone()
+    numbers, rate, first = _KINDS[kind], torch.tensor([2.0]), [0, 6, 12]
+    states = [whole_numbers((6,), "state", t, seed).abs() for t in range(2)]
+    want = [table.clone() for table in tables]
+    moments = [state.clone() for state in states]
+    ordered = sort_lookups(tables, lookups, False)
+    made = table_gradients(
+        grad, want, lookups, ordered, 0.5, kind, moments, rate, 1e-3, compiled=False
+    )
+    keys = ordered.keys if seed % 2 else ordered.keys.int()
+    opens = torch.ones_like(keys, dtype=torch.bool)
+    opens[1:] = keys[1:] != keys[:-1]
+    opens &= keys < first[-1]
+    places, found, ends = None, [table.clone() for table in tables], [0, 0, 0]
+    if kind == "dense":
+        found = [torch.zeros_like(table) for table in tables]
+    elif kind == "sparse":
+        places = torch.cumsum(opens, 0) - 1
+        ends = torch.searchsorted(keys[opens].long(), torch.tensor(first)).tolist()
+        found = [table.new_empty(ends[t + 1] - ends[t], dims[t]) for t, table in enumerate(tables)]
+    states = [state.clone() for state in states]
+    for name, parts in (("table", found), ("state", states)):
+        for part in parts:
+            world.know(rank, name, part)
+    columns = (0, dims[0])
+    words = [
+        (found[t].data_ptr(), first[t], dims[t], columns[t], 0, states[t].data_ptr(), ends[t])
+        for t in range(2)
+    ]
+    bags, scales = ordered.bags.int(), ordered.scales
+    aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
+    meta, dtype, widest = torch.tensor(words), tables[0].dtype, max(dims)
+    sum_rows(
+        *(grad, keys, bags, scales, places, meta, rate, 1e-3, 0.5, first[-1], batch),
+        *(dtype, widest, numbers, aligned),
+    )
+    if kind in ("dense", "sparse"):
+        want = [one.to_dense() for one in made]
+    if kind == "sparse":
+        rows = keys[opens].long()
+        want = [w[rows[ends[t] : ends[t + 1]] - first[t]] for t, w in enumerate(want)]
+    for t in range(2):
+        yield near(f"{kind} {t}", found[t], want[t])
+        if kind == "adagrad":
+            yield near(f"state {t}", states[t], moments[t])
+
+
+_KINDS = {"dense": 0, "sparse": 1, "sgd": 2, "adagrad": 3}
+
+
+def keys_of_ragged_bags(world: World, rank: int, seed: int) -> Found:
+    from tileweave.kernels.embedding.table_sums import find_keys
+    from tileweave.ops.embedding.table_gradient import Lookups, keys_in_torch
+
+    tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], 1 + seed % 3
+    indices, offsets, _ = bags_of(seed, tables, batch, False)
+    first = [0, 5, 11, 14]
+    want_keys, want_bags = keys_in_torch(
+        tables, Lookups(indices, offsets, None, batch, False), first
+    )
+    keys, bags = find_keys(indices, offsets, torch.tensor(first), 14, batch)
+    yield "keys", keys.long(), want_keys
+    inside = want_keys < 14
+    yield "bags", bags.long()[inside], want_bags[inside]
+
+
+def jagged(world: World, rank: int, seed: int) -> Found:
+    """Lengths and values of all sources, between which torch moves the messages."""
+    from tileweave.kernels.embedding import jagged as steps
+    from tileweave.ops.embedding.distribute_indices import InTorch, _layout
+
+    features = (((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)))[seed % 4]
+    count, samples, size = 1 + max(map(max, features)), 1 + seed % 5, len(features)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [
+        torch.randint(0, 4, (count * samples,), generator=generator, dtype=torch.int32)
+        for _ in range(size)
+    ]
+    if seed % 3 == 2:
+        lengths[1][seed % lengths[1].numel()] = -2
+    values = [torch.arange(int(one.clamp(min=0).sum())) + 100 * s for s, one in enumerate(lengths)]
+    wheres = [_layout(features, count, r, torch.device("cpu")) for r in range(size)]
+    sizes = [len(mine) * samples + count + 1 for mine in features]
+    messages = []
+    for source in range(size):
+        whole, want = torch.full((2, sum(sizes)), -9).unbind()
+        whole, want = whole.clone(), want.clone()
+        steps.pack(lengths[source], values[source].numel(), wheres[source], whole)
+        InTorch.pack(lengths[source], values[source].numel(), wheres[source], want)
+        yield f"messages of {source}", whole, want
+        messages.append(want.split(sizes))
+    if seed % 3 == 2:
+        return  # a length below 0 is refused when messages have come
+    for owner in range(size):
+        got = torch.cat([parts[owner] for parts in messages])
+        mine = steps.unpack(got, samples, wheres[owner])
+        wanted = InTorch.unpack(got, samples, wheres[owner])
+        names = ("offsets", "told", "leaving", "arriving")
+        for name, one, other in zip(names, mine, wanted, strict=True):
+            yield name, one, other.view(one.shape)
+        pieces = wanted[2]
+        longest = max(pieces[:, 2].tolist())
+        out, want = (torch.full((4 * values[owner].numel(),), -9) for _ in range(2))
+        steps.move(values[owner], out, mine[2], longest)
+        InTorch.move(values[owner], want, pieces, longest)
+        yield "values that leave", out, want
+
+
+def expert_rows(world: World, rank: int, seed: int) -> Found:
+    """What backward of the expert operators does with rows."""
+    from tileweave.explore.scenarios_dispatch import _ids
+    from tileweave.kernels.experts import rows as kernels
+    from tileweave.ops.experts.routing_plan import reference_plan
+
+    size, most, topk, experts = 3, 3 + seed % 2, 2, 2
+    width = (8, 24, 5)[seed % 3]
+    ids = _ids(most, topk, experts, size, seed)
+    plan = reference_plan(ids, rank, experts * size)
+    rows, entries = int(plan.offsets[-1]), plan.row_entry
+    tokens = [whole_numbers((most, width), "x", r, seed) for r in range(size)]
+    kept = torch.stack([tokens[(rank - 1 - i) % size] for i in range(size - 1)])
+    x = tokens[rank].clone()
+    got = kernels.gather_rows(x, kept, plan.fields, experts, most, topk, rank, size)
+    want = torch.cat(tokens)[entries[:rows].long() // topk]
+    yield "rows", got[:rows], want
+
+    offsets = plan.offsets.clone()
+    gradient = whole_numbers((experts, 13, 100), "experts", seed).clone()
+    empty = offsets[1:] == offsets[:-1]
+    want = torch.where(empty[:, None, None], 0.0, gradient)
+    kernels.zero_unused(gradient, offsets)
+    yield "gradients of experts without rows", gradient, want
+
+    wide = 1030 if seed == 0 else width
+    y = whole_numbers((plan.bound, 2 * wide), "y", seed).clone()
+    gate, up = y[:rows].chunk(2, 1)
+    out = torch.full((plan.bound, wide), 7.0)
+    kernels.swiglu(y, out, offsets, experts)
+    yield near("swiglu", out[:rows], torch.nn.functional.silu(gate) * up)
+    yield "rows past the last", out[rows:], torch.full((plan.bound - rows, wide), 7.0)
+    grad = whole_numbers((plan.bound, wide), "grad", seed).clone()
+    both = y[:rows].clone().requires_grad_()
+    (torch.nn.functional.silu(both[:, :wide]) * both[:, wide:]).backward(grad[:rows])
+    out = torch.full((plan.bound, 2 * wide), 7.0)
+    kernels.swiglu_gradient(grad, y, out, offsets, experts)
+    assert both.grad is not None, "backward made it"
+    yield near("gradient of swiglu", out[:rows], both.grad)
+    yield "rows past the last", out[rows:], torch.full((plan.bound - rows, 2 * wide), 7.0)
+    yield from _weighed(world, rank, seed, plan, 2060 if seed == 1 else width)
+
+
+def _weighed(world: World, rank: int, seed: int, plan, width: int) -> Found:
+    from tileweave.kernels.experts.rows import weigh_rows
+
+    rows, count = int(plan.offsets[-1]), plan.fields[2].numel()
+    entries = plan.row_entry[:rows].long()
+    g, y = (whole_numbers((plan.bound, width), name, seed).clone() for name in "gy")
+    weights = whole_numbers((count,), "topk", seed).clone() if seed % 2 else None
+    factors = torch.ones(rows) if weights is None else weights[entries]
+    dots = torch.zeros(count).index_put((entries,), (g * y)[:rows].sum(1))
+    scaled, same = g.clone(), y.clone()
+    scaled[:rows] *= factors[:, None]
+    weighted = torch.full_like(y, 7.0) if seed % 3 else None
+    yield "dots", weigh_rows(g, y, weights, weighted, plan.fields, 2), dots
+    yield "weighted gradients", g, scaled
+    yield "what was saved for backward", y, same
+    if weighted is not None:
+        want = torch.full_like(y, 7.0)
+        want[:rows] = y[:rows] * factors[:, None]
+        yield "weighted rows", weighted, want
+
+
+def quantised(world: World, rank: int, seed: int) -> Found:
+    from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
+    from tileweave.ops.matmul.quantize import FP8, _in_torch, _launcher
+
+    rows, depth = ((3, 40), (2, 300), (4, 2200))[seed % 3]
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-14, 4, (rows, 1), generator=generator)
+    x = (torch.randn(rows, depth, generator=generator) * scale).to(
+        (torch.float32, torch.bfloat16)[seed % 2]
+    )
+    x[seed % rows] = 0
+    if seed > 3:
+        x[0, depth // 2], x[-1, 1] = float("nan"), float("-inf")
+    for kind in ("row", "block"):
+        blocks = kind == "block"
+        data = torch.zeros(x.shape, dtype=torch.uint8)
+        scales = torch.zeros(-(-depth // 128), rows) if blocks else torch.zeros(rows)
+        _launcher(rows, depth, blocks)(x, data, scales)
+        want, wide = _in_torch(x, kind)
+        wide = wide.t().contiguous() if blocks else wide.view(-1)
+        yield f"scales of a {kind}", scales, wide
+        yield f"data by {kind}", data.view(FP8).float(), want.float()
+    if depth > 2000:
+        return
+    y = torch.randn(rows, depth, generator=generator)
+    gain, eps = torch.randn(depth, generator=generator), 1e-5
+    want = torch.nn.functional.rms_norm(y, (depth,), gain, eps)
+    out = torch.full_like(y, float("nan"))
+    norm_launcher(rows, depth)(y, gain, eps, out)
+    yield near("norm", out, want)
+    for in_blocks in (False, True):
+        data = torch.zeros(rows, depth, dtype=torch.uint8)
+        scales = torch.zeros(-(-depth // 128), rows) if in_blocks else torch.zeros(rows)
+        norm_quantize_launcher(rows, depth, in_blocks)(y, gain, eps, data, scales)
+        numbers, wide = _in_torch(want, "block" if in_blocks else "row")
+        wide = wide.t().contiguous() if in_blocks else wide.view(-1)
+        yield near("scales of a norm", scales, wide)
+        # one step of FP8 apart where a quotient is near a tie
+        apart = (data.view(FP8).float() - numbers.float()).abs()
+        step = numbers.float().abs() / 8 + 2.0**-9
+        yield "data of a norm", (apart <= step).float(), torch.ones(rows, depth)
+
+
+SCENARIOS = (
+    Local("lookup", lookup),
+    Local("table sums", table_sums),
+    Local("keys", keys_of_ragged_bags),
+    Local("jagged", jagged),
+    Local("rows of experts", expert_rows),
+    Local("quantised", quantised),
+)
