@@ -180,7 +180,7 @@ def instance_of(config: MatmulConfig) -> str:
 @dataclass(frozen=True)
 class AllGatherMatmul:
     """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture,
-    when only slot 0 is used."""
+    when only slot 0 is used. ``over_nodes``: ranks are on several nodes."""
 
     name: str
     config: MatmulConfig
@@ -188,6 +188,7 @@ class AllGatherMatmul:
     programs: tuple[int, ...]
     gathered: bool = False
     captured: bool = False
+    over_nodes: bool = False
     op: str = "all_gather_matmul"
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
@@ -494,6 +495,9 @@ SCENARIOS: tuple[Scenario, ...] = (
         "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
     ),
     AllGatherMatmul(
+        "sm, groups", triton_config("sm", group_m=2), ((41, 17, 16), (48, 16, 17)), (2, 3)
+    ),
+    AllGatherMatmul(
         "copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 9, 17)), (1, 2)
     ),
     AllGatherMatmul(
@@ -502,6 +506,21 @@ SCENARIOS: tuple[Scenario, ...] = (
         ((16, 16, 16),),
         (1, 2),
         captured=True,
+    ),
+    AllGatherMatmul(
+        "nodes",
+        triton_config("nodes", num_slices=2),
+        ((32, 16, 16), (17, 12, 20)),
+        (1, 2),
+        over_nodes=True,
+    ),
+    AllGatherMatmul(
+        "nodes, gathered",
+        triton_config("nodes", num_slices=3),
+        ((33, 8, 16),),
+        (2, 3),
+        gathered=True,
+        over_nodes=True,
     ),
     AllGatherMatmul(
         "library",
@@ -535,6 +554,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         triton_config("sm"),
         ((12, 32, 16), (24, 17, 17)),
         (1, 2),
+    ),
+    MatmulReduce(
+        "sm, groups",
+        "matmul_reduce_scatter",
+        triton_config("sm", group_m=2),
+        ((123, 17, 16), (96, 32, 16)),
+        (2, 3),
     ),
     MatmulReduce(
         "sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)

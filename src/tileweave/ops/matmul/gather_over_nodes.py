@@ -128,8 +128,10 @@ def push_over_nodes(
     # where a node has one rank nothing is pushed on, but the next call must find zeros
     copies += [Copy(word, zero, 4, counter=word, count=1) for word in here.values()]
     copies.append(instance.signal_copy(rank, instance.layout.pushed))
-    if mates:
-        copies[0] = replace(copies[0], counter=instance.counters.data_ptr() + 4 * gate, count=1)
+    # where nothing is pushed, the end waits for the gate, since the last program closes it again
+    first_push = 0 if mates else -1
+    opened = instance.counters.data_ptr() + 4 * gate
+    copies[first_push] = replace(copies[first_push], counter=opened, count=1)
     slots = instance.slots
     targets = tuple(
         tuple(slots[place(rank, source) + begin : place(rank, source) + end] for source in far)
