@@ -28,7 +28,10 @@ ATTENTIONS = (
 # whole heads, and the forward takes their number from the shape.
 INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
 # Linear layers that compute several projections: an equal split would mix their features.
-FUSED = ("qkv_proj", "gate_up_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+FUSED = (
+    *("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "to_qkv"),
+    *("fused_qkv", "qkv_linear", "gate_up_proj", "gate_up", "w13"),
+)
 GATE_UP = ("gate_up_proj", "down_proj")
 QKV = ("qkv_proj", "o_proj")
 
