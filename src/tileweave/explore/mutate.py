@@ -147,8 +147,9 @@ class Prepared:
                 for statement in statements.reached(lambda s=seed: search.run(s, enter)):
                     self.runs[statement].append(seed)
                 took[seed] = time.process_time() - began
-        for seeds in self.runs.values():  # cheap ones first
-            seeds.sort(key=lambda seed: took[seed])
+        by_name = search.by_name()
+        for seeds in self.runs.values():  # those of these kernels alone first, and cheap ones
+            seeds.sort(key=lambda s: (getattr(by_name[s.scenario], "sends", True), took[s]))
         if len(chosen) > 100:
             self._show_absence(statements)
         statements.restore()
