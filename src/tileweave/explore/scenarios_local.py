@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import POOL, Drawn, whole_numbers
+from tileweave.explore.scenarios import POOL, Drawn, placed, whole_numbers
 from tileweave.planning.sharding import EmbeddingConfig
 
 Found = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
@@ -104,9 +104,13 @@ def lookup(world: World, rank: int, seed: int) -> Found:
     tables = [whole_numbers((7 + t, dim), "table", t, seed).clone() for t, dim in enumerate(dims)]
     weighted = seed % 4 >= 2
     bags = bags_of(seed, tables, batch, weighted, 4 if seed == 6 else 3)
+    if seed == 4:
+        tables[0] = placed(tables[0], 3)  # no multiple of 16 bytes
     for table in tables:
         world.know(rank, "table", table)
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
+    nothing = torch.zeros(1, 0)
+    launch(torch.zeros(4), [], (), *bags, nothing, 1, mean, config)
     columns = (0, dims[0])
     words = [
         (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
@@ -218,7 +222,8 @@ def jagged(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.embedding import jagged as steps
     from tileweave.ops.embedding.distribute_indices import InTorch, _layout
 
-    features = (((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)))[seed % 4]
+    drawn = ((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)), ((0,), (1,), (0,))
+    features = drawn[seed % 5]
     count, samples, size = 1 + max(map(max, features)), 1 + seed % 5, len(features)
     generator = torch.Generator().manual_seed(seed)
     lengths = [
@@ -325,7 +330,7 @@ def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch, _launcher
 
-    rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 256))[seed % 4]
+    rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 256), (2, 40))[seed % 5]
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-14, 4, (rows, 1), generator=generator)
     x = (torch.randn(rows, depth, generator=generator) * scale).to(

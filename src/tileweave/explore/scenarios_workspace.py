@@ -153,8 +153,12 @@ def growth(world: World, rank: int, seed: int) -> Found:
     yield equal("counters stay", one.counters is counters, True)
     one.reserve(10, 0, 3)
     yield equal("more slots", (one.slot_bytes, one.num_slots, one.regions.count), (3072, 3, 3))
+    transport.since()
+    one.cache["made"], cache = 1, one.cache
     one.reserve(3000, 4)
     yield equal("counters", (one.counters.numel(), one.num_slots), (4, 3))
+    yield equal("and nothing else", (transport.since(), cache), (["synchronize"], {}))
+    yield equal("the same cache", one.cache is cache, True)
     counters = one.counters
     one.reserve(3500, 4)
     yield equal("as many counters", one.counters is counters, True)
