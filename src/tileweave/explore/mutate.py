@@ -24,6 +24,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,6 +44,7 @@ MOST_STEPS = 30_000  # of one interleaving; without a fault none has a third of 
 PUT_IN = b"put in "
 # runs of each scenario that show what it reaches: (world, strategy, number)
 SHOWN = ((2, "walk", 1), (3, "pct", 0), (2, "malice", 3), (4, "walk", 2))
+FEW = 100  # mutants that are judged by fewer runs, since preparing all takes longer than judging
 HOWS = ("reading", "paused", "named", "moments", "everywhere")  # kinds of absence, cheapest first
 HARMLESS = Path(__file__).with_name("harmless.json")
 
@@ -122,7 +124,8 @@ def explained(key: str, known: Iterable[tuple[re.Pattern[str], str]]) -> str:
 class Prepared:
     """What children share: functions by their place, and which runs reach which statements.
 
-    ``chosen``: the mutants. With few of them the runs that show what is reached are few, too.
+    ``chosen``: the mutants. With at most ``FEW`` of them few runs show what is reached, and none
+    with absent ranks.
     """
 
     def __init__(self, enter: Callable[[Any], None], chosen: list[Mutant]) -> None:
@@ -130,8 +133,8 @@ class Prepared:
 
         self.enter, self.search = enter, search
         self.names = sorted(search.by_name(), key=lambda name: COSTS.get(name, 1.0))
-        for name in self.names:  # imports what it needs, and Triton rewrites its kernels
-            search.run(search.Seed(name, 2, "walk", 0), enter)
+        for file in trees.files():
+            import_module(f"tileweave.{file.removesuffix('.py').replace('/', '.')}")
         self.functions = _functions()
         self.caches = _caches()
         statements = _Statements(self.functions, {mutant.place for mutant in chosen})
@@ -140,7 +143,7 @@ class Prepared:
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
         self.absent: list[Any] = []
         took: dict[Any, float] = {}
-        shown = SHOWN if len(chosen) > 100 else SHOWN[:2]
+        shown = SHOWN if len(chosen) > FEW else SHOWN[:1]
         for world, strategy, number in shown:
             for name in self.names:
                 for cache in self.caches:  # what it has is not made again
@@ -152,7 +155,7 @@ class Prepared:
         by_name = search.by_name()
         for seeds in self.runs.values():  # those of these kernels alone first, and cheap ones
             seeds.sort(key=lambda s: (getattr(by_name[s.scenario], "sends", True), took[s]))
-        if len(chosen) > 100:
+        if len(chosen) > FEW:
             self._show_absence(statements)
         statements.restore()
         tasks.MAX_STEPS = MOST_STEPS
