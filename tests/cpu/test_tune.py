@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from tileweave.ops.core.registry import name_of  # noqa: E402
 from tileweave.ops.core.tuned_choices import key_of  # noqa: E402
 from tileweave.planning import cache, choices  # noqa: E402
 from tileweave.planning.candidates import TUNABLE  # noqa: E402
-from tileweave.planning.problem import Problem  # noqa: E402
+from tileweave.planning.problem import SCALES, Problem  # noqa: E402
 from tileweave.planning.schedules.scatter import Exchange  # noqa: E402
 from tileweave.transport.workspace import REGISTRY  # noqa: E402
 from tileweave.tune import run  # noqa: E402
@@ -128,6 +129,10 @@ def warm_up(group: dist.ProcessGroup) -> list[object]:
     found.append([one.problem.rows for one in cache.read(cache.files()[0])[1]])
     tw.warmup("all_gather_matmul", 4, 8, 16, backward=True, **on_cpu)
     found.append(sorted({one.op for one in cache.read(cache.files()[0])[1]}))
+    fp8 = on_cpu | {"dtype": torch.float16, "scaling": "row"}
+    plan: Any = tw.warmup("all_gather_matmul", 4, 16, 32, **fp8)
+    found.append(plan.summary.endswith(": measured"))
+    found.append([one.problem.scales for one in cache.read(cache.files()[0])[1]].count("row"))
     return [*found, refusal(tw.warmup, "embedding_bag_all_to_all", tune=True).partition(";")[0]]
 
 
@@ -136,8 +141,18 @@ def test_warmup_tunes_when_asked(worlds: Worlds, own_cache: Path) -> None:
     for found in members:
         assert found[:3] == [[True, True], True, [8, 20]]
         assert found[3] == ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-        assert found[4] == "InputError: asked: warmup('embedding_bag_all_to_all', tune=True)"
+        assert found[4:6] == [True, 1]
+        assert found[6] == "InputError: asked: warmup('embedding_bag_all_to_all', tune=True)"
     assert outside == []
+
+
+def test_problems_of_fp8_have_their_scales() -> None:
+    for op, scales in product(TUNABLE[:3], SCALES):
+        problem = problem_of_call(op, 12, 16, 32, 2, torch.float16, Exchange(0, 1), scales)
+        assert (problem.dtype, problem.itemsize, problem.scales) == ("float8_e4m3fn", 1, scales)
+        case = case_of(op, problem, "float16")
+        assert case.dtype == "float16" and problem_of(case, 2) == problem
+        assert scales == case.kind + ("+fast" if case.keeps_sums else "")
 
 
 @pytest.mark.parametrize("op", TUNABLE)

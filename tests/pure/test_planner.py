@@ -208,6 +208,30 @@ def test_times_of_fp8_say_nothing_about_other_operands() -> None:
         choices.clear()
 
 
+def test_times_of_fp8_are_those_of_one_kind_of_scales() -> None:
+    """Only calls with fast_accum get wide tiles; what was tuned for one kind is for no other."""
+    op = "all_gather_matmul"
+    row, fast, block = (
+        Problem(2, 512, 4096, 8192, 1, FP8, scales=kind) for kind in ("row", "row+fast", "block")
+    )
+    own = {p: [c for c in candidates(op, p, H100) if c.kernel == "hopper"] for p in (row, fast)}
+    assert {c.tile_n for c in own[row]} == {128} and {c.tile_n for c in own[fast]} == {128, 256}
+    wide = next(c for c in own[fast] if c.tile_n == 256)
+    plans = {p: plan_all_gather_matmul(p, H100, False) for p in (row, block)}
+    try:
+        choices.install([Measurement(op, fast, {None: 9e3, wide: 50.0})])
+        assert plan_all_gather_matmul(fast, H100, False).config == wide
+        for p, plan in plans.items():
+            assert plan_all_gather_matmul(p, H100, False) == plan
+        text = write_measurements(op, choices.installed(op))
+        assert read_measurements(text, "a file") == choices.installed(op)
+        for broken in (text.replace("row+fast", "col"), text.replace(FP8, "bfloat16")):
+            with pytest.raises(InputError, match="scales"):
+                read_measurements(broken, "a file")
+    finally:
+        choices.clear()
+
+
 def test_fp8_needs_its_tensor_cores_and_columns() -> None:
     a100 = Machine("NVIDIA A100", "cuda", 80, 108)
     problem = Problem(2, 512, 4096, 8192, 1, FP8)

@@ -61,6 +61,23 @@ def test_layers_of_llama3_70b() -> None:
     assert layers("all_to_all_matmul") == {(8192, 8192)}
 
 
+def test_shapes_of_fp8() -> None:
+    cases = cases_for(operators("all"), Asked(model="llama3-70b", rows="64", scales="block"))
+    assert {case.scales for case in cases} == {"block"}
+    assert {case.op for case in cases} == {"all_gather_matmul", RS, "matmul_all_reduce"}
+    for case in cases_for((RS,), Asked(random=20, seed=3, scales="row+fast")):
+        _, cols, depth = case.shard(8)
+        assert cols % 16 == depth % 16 == 0 and case.keeps_sums and case.kind == "row"
+    bad = [
+        (("matmul_all_to_all",), "row", "bfloat16", "which take FP8"),
+        ((RS,), "column", "bfloat16", "tensor, row, block"),
+        ((RS,), "row", "float32", "the dtype of the result"),
+    ]
+    for ops, scales, dtype, text in bad:
+        with pytest.raises(InputError, match=text):
+            cases_for(ops, Asked(random=2, scales=scales, dtype=dtype))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_shapes_that_ranks_share(name: str) -> None:
     cases = cases_for(TUNABLE, Asked(model=name))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tileweave.bench.samples import samples_of
 from tileweave.planning.machine import Machine
-from tileweave.planning.problem import Plan, Problem
+from tileweave.planning.problem import FAST, Plan, Problem
 
 Block = Literal["large", "odd", "gemv", "small", "fp8", "fp8 small", "smoke"]
 
@@ -24,7 +24,8 @@ Block = Literal["large", "odd", "gemv", "small", "fp8", "fp8 small", "smoke"]
 class Case:
     """One problem. ``graph``: timed inside a CUDA graph, as decoding runs it; otherwise eagerly.
 
-    ``scales``: of FP8 operands, the kind of those of x; ``dtype`` is then that of the result.
+    ``scales``: of FP8 operands, as ``planning.problem.SCALES`` has them; ``dtype`` is then that of
+    the result.
     """
 
     op: str
@@ -36,6 +37,16 @@ class Case:
     block: Block
     dtype: str = "bfloat16"
     scales: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the scales of x."""
+        return self.scales.removesuffix(FAST)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether tensor cores may keep the sums of FP8 products."""
+        return self.scales.endswith(FAST)
 
     def shard(self, world_size: int) -> tuple[int, int, int]:
         """(rows, cols, depth) of one rank: rows of its shard, columns and depth of its weight."""

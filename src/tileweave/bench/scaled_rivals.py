@@ -43,24 +43,26 @@ class ScaledRivals(Rivals):
 
     def _draw(self, seed: int) -> Operands:
         """Operands whose ``rows`` and ``columns`` are what FP8 represents."""
-        drawn, kind = super()._draw(seed), self.case.scales
+        drawn, kind = super()._draw(seed), self.case.kind
         parts = self.size if drawn.rows.shape[1] > drawn.x.shape[1] else 1  # along K
         rows = [quantized(part, kind).value() for part in drawn.rows.chunk(parts, 1)]
         columns = [quantized(part, WEIGHTS[kind]).value() for part in drawn.columns.chunk(parts, 1)]
         return replace(drawn, rows=torch.cat(rows, 1), columns=torch.cat(columns, 1))
 
     def _weights(self) -> list[Any]:
-        kind = self.case.scales
+        kind = self.case.kind
         self.x = quantized(self.operands.x, kind)
         self.parts = self.x.data, as_sent(self.x.scale, kind)
         kept = [quantized(w, WEIGHTS[kind]) for w in super()._weights()]
-        self.products = [ScaledProduct(w, None, w.kind, self.dtype) for w in kept]
+        fast = self.case.keeps_sums
+        self.products = [ScaledProduct(w, None, kind, self.dtype, fast) for w in kept]
         return kept
 
     def ours(self) -> Call:
         operator: Any = getattr(tw, self.case.op)
         x, ws = self.x, cycle(self.weights)
         fixed = {"out_dtype": self.dtype, "group": self.group, "out": self.out}
+        fixed["fast_accum"] = self.case.keeps_sums
 
         def call() -> object:
             w: Any = next(ws)
@@ -69,7 +71,7 @@ class ScaledRivals(Rivals):
         return call
 
     def gemm(self) -> Call:
-        products, parts, kind = cycle(self.products), self.parts, self.case.scales
+        products, parts, kind = cycle(self.products), self.parts, self.case.kind
         if self.operands.rows.shape[0] > parts[0].shape[0]:  # of an all-gather
             gathered = quantized(self.operands.rows, kind)
             parts = gathered.data, as_sent(gathered.scale, kind)
@@ -98,14 +100,14 @@ class ScaledRivals(Rivals):
     def torch_scaled(self, name: str) -> Any:
         """The operator of torch of this name, or None and a note."""
         self.symmetric(1)  # registers torch's operators, which have workspaces of their own
-        if self.case.scales == "block":
+        if self.case.kind == "block":
             self.missing[TORCH] = "torch's fused operators take no scales of blocks"
             return None
         return self.torch_operator(name, TORCH)
 
     def given_to_torch(self) -> list[tuple[torch.Tensor, ...]]:
         """Each weight, the scale of x and its own, as torch's fused operators take them."""
-        if self.case.scales == "tensor":
+        if self.case.kind == "tensor":
             return [(w.data.t(), self.x.scale.view(()), w.scale.view(())) for w in self.weights]
         return [(w.data.t(), self.x.scale, w.scale.view(1, -1)) for w in self.weights]
 
@@ -123,11 +125,11 @@ class ScaledGatherRivals(ScaledRivals, AllGatherMatmulRivals):
         if operator is None:
             return None
         given, name = cycle(self.given_to_torch()), self.group.group_name
-        x, dtype = self.x.data, self.dtype
+        x, dtype, fast = self.x.data, self.dtype, self.case.keeps_sums
 
         def call() -> object:
             w, of_x, of_w = next(given)
-            return operator(x, [w], of_x, [of_w], 0, name, [None], [None], [dtype], [False])
+            return operator(x, [w], of_x, [of_w], 0, name, [None], [None], [dtype], [fast])
 
         return call
 
@@ -151,12 +153,13 @@ class ScaledScatterRivals(ScaledRivals, MatmulReduceScatterRivals):
         if operator is None:
             return None
         given, name = cycle(self.given_to_torch()), self.group.group_name
-        x, dtype = self.x.data, self.dtype
+        x, dtype, fast = self.x.data, self.dtype, self.case.keeps_sums
         shape = [x.shape[0], self.products[0].cols]
 
         def call() -> object:
             w, of_x, of_w = next(given)
-            return operator(x, w, of_x, of_w, "sum", 0, 0, name, shape, out_dtype=dtype)
+            more = {"out_dtype": dtype, "use_fast_accum": fast}
+            return operator(x, w, of_x, of_w, "sum", 0, 0, name, shape, **more)
 
         return call
 

@@ -414,6 +414,10 @@ def tune(
     cols: Annotated[int | None, typer.Option(min=1, help="N of the whole problem.")] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="K of the whole problem.")] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
+    scales: Annotated[
+        str | None,
+        typer.Option(help="FP8 operands: tensor, row, block, tensor+fast or row+fast."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each candidate.")] = 5,
     seconds: Annotated[
         float, typer.Option(min=1, help="Start no new shape after that many seconds.")
@@ -449,7 +453,7 @@ def tune(
     if clear or show:
         return
     ops = tuning.operators(op)
-    asked = tuning.Asked(shapes, random, seed, model, rows, cols, depth, dtype)
+    asked = tuning.Asked(shapes, random, seed, model, rows, cols, depth, dtype, scales)
     cases = tuning.cases_for(ops, asked)
     require(
         tp is None or world in (None, tp),

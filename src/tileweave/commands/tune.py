@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from tileweave.bench.report import new_table, number
 from tileweave.bench.samples import samples_of
 from tileweave.errors import InputError, require
 from tileweave.planning import cache
-from tileweave.planning.candidates import TUNABLE
+from tileweave.planning.candidates import PLANNED, TUNABLE
+from tileweave.planning.problem import SCALES
 from tileweave.tune.models import MODELS, ROWS, cases_of
 from tileweave.tune.run import Outcome
 from tileweave.tune.shapes import from_file, of_sizes
@@ -32,6 +33,7 @@ class Asked:
     cols: int | None = None
     depth: int | None = None
     dtype: str = "bfloat16"
+    scales: str | None = None
 
 
 def operators(op: str) -> tuple[str, ...]:
@@ -49,6 +51,8 @@ def operators(op: str) -> tuple[str, ...]:
 
 def cases_for(ops: Sequence[str], asked: Asked) -> list[Any]:
     """The cases of these operators; raises :class:`InputError` unless ``asked`` names them."""
+    if asked.scales is not None:
+        return _with_scales(ops, asked, asked.scales)
     sized = asked.cols is not None or asked.depth is not None
     sources = {
         "--shapes": asked.shapes is not None,
@@ -91,6 +95,33 @@ def cases_for(ops: Sequence[str], asked: Asked) -> list[Any]:
         )
     return [
         of_sizes(op, rows, cols, depth, asked.dtype) for op in ops for rows in _numbers(asked.rows)
+    ]
+
+
+def _with_scales(ops: Sequence[str], asked: Asked, scales: str) -> list[Any]:
+    """The cases with FP8 operands; of all operators those that take them."""
+    require(
+        scales in SCALES and asked.dtype in ("bfloat16", "float16"),
+        f"--scales {scales} with --dtype {asked.dtype}",
+        f"{', '.join(SCALES)}; the dtype of the result: bfloat16 or float16",
+        "pass one of these",
+    )
+    able = [op for op in ops if PLANNED[op].fp8]
+    require(
+        bool(able),
+        f"--scales {scales} for {', '.join(ops)}",
+        f"{', '.join(name for name, one in PLANNED.items() if one.fp8)}, which take FP8",
+        "leave out --scales",
+    )
+    plain = cases_for(able, replace(asked, scales=None))
+    if asked.random:  # sizes that tensor cores take, of up to 8 ranks
+        plain = [
+            replace(case, cols=-(-case.cols // 128) * 128, depth=-(-case.depth // 128) * 128)
+            for case in plain
+        ]
+    return [
+        replace(case, scales=scales, dtype=asked.dtype, name=f"fp8-{scales}-{case.name}")
+        for case in plain
     ]
 
 
@@ -172,6 +203,6 @@ def shown() -> tuple[list[Table], list[str]]:
             plan = "unfused" if fastest is None else str(fastest)
             sizes = f"{p.rows}, {p.cols}, {p.depth}"
             times = (number(one.us[fastest], 1), number(one.us[None], 1))
-            table.add_row(one.op, sizes, p.dtype, plan, *times)
+            table.add_row(one.op, sizes, f"{p.dtype} {p.scales}".strip(), plan, *times)
         tables.append(table)
     return tables, lines

@@ -74,13 +74,15 @@ COPIED_GATHERS = (
 )
 # rank 1 is paused before it sums what others pushed
 SUMS = TableGradient("groups", 1, 2, "sm")
+COPIED_SUMS = TableGradient("groups by copy engines", 1, 2, "copy_engine")
 PAUSING: dict[Any, Callable[[bool, int], bool]] = {
     **{scenario: lambda exact, limit: exact for scenario in COPIED_GATHERS},
-    SUMS: lambda exact, limit: limit == PUSHED_US,
+    **{scenario: lambda exact, limit: limit == PUSHED_US for scenario in (SUMS, COPIED_SUMS)},
 }
 PAUSED = (
     *COPIED_GATHERS,
     SUMS,
+    COPIED_SUMS,
     GATHER,
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(

@@ -116,6 +116,8 @@ class World:
         indices = [
             (x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
         ]
+        if not indices:
+            raise ValueError("asked: 0 programs, which a GPU refuses; allowed: 1 or more")
         number_of_launch = self.memory.begin_launch(self.rank.host.clock)
         for first in range(0, len(indices), MAX_PROGRAMS):
             some = indices[first : first + MAX_PROGRAMS]

@@ -495,6 +495,9 @@ SCENARIOS: tuple[Scenario, ...] = (
         "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
     ),
     AllGatherMatmul(
+        "sm, groups", triton_config("sm", group_m=2), ((41, 17, 16), (48, 16, 17)), (2, 3)
+    ),
+    AllGatherMatmul(
         "copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 9, 17)), (1, 2)
     ),
     AllGatherMatmul(
@@ -551,6 +554,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         triton_config("sm"),
         ((12, 32, 16), (24, 17, 17)),
         (1, 2),
+    ),
+    MatmulReduce(
+        "sm, groups",
+        "matmul_reduce_scatter",
+        triton_config("sm", group_m=2),
+        ((123, 17, 16), (96, 32, 16)),
+        (2, 3),
     ),
     MatmulReduce(
         "sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)

@@ -124,6 +124,8 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
         draw.choice((17, 25, 33, 60))
     ]
     draw.shuffle(runs)
+    if seed in (2, 5):  # the last run is long and ends with a tile
+        runs = [9, 0, 3, 1, 0, 8 * seed + 3]
     indices = [row for row, run in enumerate(runs) for _ in range(run)]
     draw.shuffle(indices)
     half = draw.randrange(len(indices) + 1)  # the first table has these positions
@@ -191,13 +193,16 @@ def keys_of_ragged_bags(world: World, rank: int, seed: int) -> Found:
 
     tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], 1 + seed % 3
     indices, offsets, _ = bags_of(seed, tables, batch, False)
-    first = [0, 5, 11, 14]
+    # one table has more rows than 32 bits count
+    first = [0, 5, 11, 14] if seed < 4 else [0, 5, 2**31 + 5, 2**31 + 8]
+    if seed == 2:
+        indices, offsets = indices[:0], torch.zeros_like(offsets)
     want_keys, want_bags = keys_in_torch(
         tables, Lookups(indices, offsets, None, batch, False), first
     )
-    keys, bags = find_keys(indices, offsets, torch.tensor(first), 14, batch)
+    keys, bags = find_keys(indices, offsets, torch.tensor(first), first[-1], batch)
     yield "keys", keys.long(), want_keys
-    inside = want_keys < 14
+    inside = want_keys < first[-1]
     yield "bags", bags.long()[inside], want_bags[inside]
 
 

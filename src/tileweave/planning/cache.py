@@ -84,8 +84,8 @@ def text_of(key: Key, measured: Iterable[Measurement]) -> str:
     return f'{{"format": {FORMAT},\n"key": {json.dumps(asdict(key))},\n"measured": [\n{parts}]}}\n'
 
 
-def _sizes(p: Problem) -> tuple[int, ...]:
-    return p.world_size, p.rows, p.cols, p.depth
+def _sizes(p: Problem) -> tuple[int | str, ...]:
+    return p.world_size, p.rows, p.cols, p.depth, p.scales
 
 
 def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Measurement, ...]]:

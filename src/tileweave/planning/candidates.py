@@ -196,6 +196,8 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     own = c.kernel != "library"
     if p.fp8 and own and (op != "all_gather_matmul" or c.transport == "sm" or c.tile_k != 128):
         return False
+    if p.fp8 and own and c.tile_n > 128 and not p.keeps_sums:
+        return False  # no registers for a second accumulator
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"
         if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):

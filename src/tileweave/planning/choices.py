@@ -62,11 +62,13 @@ def forced_config(op: str) -> MatmulConfig | None:
 @contextmanager
 def forced(op: str, config: MatmulConfig | None) -> Iterator[None]:
     """Plan every call of ``op`` with ``config`` (None: unfused) inside this context, on each rank
-    that enters it."""
+    that enters it. May be nested: the inner one holds."""
+    outer = dict(_FORCED)
     _FORCED[op] = config
     _changed()
     try:
         yield
     finally:
-        del _FORCED[op]
+        _FORCED.clear()
+        _FORCED.update(outer)
         _changed()

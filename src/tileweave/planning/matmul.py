@@ -248,7 +248,7 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
 
 
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
-    found = planner_of(op, machine, p.fp8).predictions(p)
+    found = planner_of(op, machine, p.fp8, p.scales).predictions(p)
     best = found[0]
     unfused = next(one for one in found if one.config is None)
     if best is unfused and len(found) == 1:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from tileweave.errors import InputError, require
-from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
+from tileweave.planning.problem import FUSED_WORLD_SIZES, SCALES, MatmulConfig, Problem
 from tileweave.planning.table import read_config
 
 _REMEDY = "measure again: tileweave tune"
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
-_SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")
+_SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")  # and of FP8 "scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ def read_measurements(text: str, where: str) -> tuple[Measurement, ...]:
 def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: str) -> Measurement:
     good = (
         isinstance(raw, dict)
-        and set(raw) == set(_SHAPE)
+        and set(raw) - {"scales"} == set(_SHAPE)
+        and raw.get("scales", "") in ("", *SCALES)
+        and ("scales" in raw) == (raw["dtype"] == "float8_e4m3fn")
         and all(type(raw[name]) is int and 0 < raw[name] < 2**31 for name in _SHAPE[:4])
         and raw["world_size"] in FUSED_WORLD_SIZES
         and raw["dtype"] in _ITEMSIZE
@@ -95,9 +97,12 @@ def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: s
         and all(us is None or (type(us) in (int, float) and 0 < us < math.inf) for us in raw["us"])
         and raw["us"][0] is not None
     )
-    require(good, where, f"{', '.join(_SHAPE)}: a time or null for each config", _REMEDY)
+    require(
+        good, where, f"{', '.join(_SHAPE)}, scales of FP8: a time or null for each config", _REMEDY
+    )
     world_size, rows, cols, depth = (raw[name] for name in _SHAPE[:4])
     problem = Problem(world_size, rows, cols, depth, _ITEMSIZE[raw["dtype"]], raw["dtype"])
+    problem = replace(problem, scales=raw.get("scales", ""))
     times = {c: float(us) for c, us in zip(configs, raw["us"], strict=True) if us is not None}
     return Measurement(op, problem, times)
 
@@ -118,6 +123,7 @@ def write_measurements(op: str, measurements: Iterable[Measurement]) -> str:
             "cols": one.problem.cols,
             "depth": one.problem.depth,
             "dtype": one.problem.dtype,
+            **({"scales": one.problem.scales} if one.problem.fp8 else {}),
             "us": [None if c not in one.us else round(one.us[c], 2) for c in (None, *configs)],
         }
         for one in found

@@ -93,11 +93,12 @@ def _place(p: Problem) -> tuple[float, ...]:
 
 
 @cache
-def planner_of(op: str, machine: Machine, fp8: bool = False) -> Planner:
+def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -> Planner:
     """The planner of ``op`` with all that is known of ``machine``.
 
-    ``fp8``: of calls with FP8 operands. Times of 16-bit ones near a shape correct them, too, where
-    the same config was measured; times of FP8 say nothing about other calls.
+    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of 16-bit ones near a shape
+    correct them, too, where the same config was measured; times of FP8 say nothing about other
+    calls, nor about those with scales of another kind.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -111,7 +112,10 @@ def planner_of(op: str, machine: Machine, fp8: bool = False) -> Planner:
             for one in known
         )
     measured = (*known, *choices.installed(op))
-    return Planner(op, machine, tuple(one for one in measured if fp8 or not one.problem.fp8))
+    like = [
+        one for one in measured if not one.problem.fp8 or (fp8 and one.problem.scales == scales)
+    ]
+    return Planner(op, machine, tuple(like))
 
 
 choices.on_change(planner_of.cache_clear)

@@ -105,11 +105,16 @@ class MatmulConfig(_CachedHash):
         return f"{text}, tail cut along K" if self.split_tail else text
 
 
+FAST = "+fast"
+# Kinds of the scales of x: of a tensor (w likewise), of rows, of blocks; with fast_accum.
+SCALES = ("tensor", "row", "block", f"tensor{FAST}", f"row{FAST}")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K,
     ``itemsize``, the bytes of an element of x and w, and ``nodes``, into which ranks are divided
-    equally."""
+    equally. ``scales``: of FP8 operands, one of :data:`SCALES`; "" if they are not known."""
 
     world_size: int
     rows: int
@@ -118,6 +123,12 @@ class Problem:
     itemsize: int
     dtype: str
     nodes: int = 1
+    scales: str = ""
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether tensor cores may keep the sums of FP8 products."""
+        return self.scales.endswith(FAST)
 
     @property
     def fp8(self) -> bool:

@@ -7,7 +7,7 @@ stay as they are.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ from tileweave.ops.core import tuned_choices
 from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registration import spec_of
 from tileweave.ops.core.registry import group_of, name_of
+from tileweave.ops.matmul.scaled import RECIPES
 from tileweave.ops.matmul.warmup import Rows, as_sizes
 from tileweave.planning import cache, choices
 from tileweave.planning.candidates import TUNABLE
-from tileweave.planning.problem import Problem
+from tileweave.planning.problem import SCALES, Problem
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.rendezvous import reopened
 from tileweave.transport.workspace import REGISTRY
+from tileweave.tune.measure import FP8
 from tileweave.tune.run import on_rank_0, tune_case
 
 _LOG = logging.getLogger("tileweave")
@@ -71,12 +73,14 @@ def _tune_sizes(
     gather_dim: int = 0,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    scaling: str | None = None,
     device: torch.device | str | None = None,
     group: Any = None,
     **_: object,
 ) -> None:
     """Tune calls of ``op`` with x [rows, depth] and w [cols, depth], and with ``backward`` the
     operator that their input gradient runs, unless they were tuned before."""
+    scales, out = scales_to_tune(scaling), "float16" if dtype == torch.float16 else "bfloat16"
     of, size = group_of(name_of(group)), dist.get_world_size(group_of(name_of(group)))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and where.index is None:
@@ -88,12 +92,12 @@ def _tune_sizes(
     how = Exchange(scatter_dim, gather_dim)
     problems: list[tuple[str, Problem]] = []
     for each in as_sizes(rows):
-        problem = problem_of_call(op, each, cols, depth, size, dtype, how)
+        problem = problem_of_call(op, each, cols, depth, size, dtype, how, scales)
         problems.append((op, problem))
         dual = spec_of(op).dual
         if backward and dual in TUNABLE and op != dual:
-            sizes = size, problem.rows, problem.depth, problem.cols
-            problems.append((dual, Problem(*sizes, problem.itemsize, problem.dtype)))
+            turned = replace(problem, cols=problem.depth, depth=problem.cols)
+            problems.append((dual, turned))
     new = [
         (name, problem)
         for name, problem in dict.fromkeys(problems)
@@ -101,10 +105,26 @@ def _tune_sizes(
         and choices.find(name, problem) is None
     ]
     if new:
-        _tune(new, of, where)
+        _tune(new, of, where, out)
 
 
-def _tune(problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: torch.device) -> None:
+def scales_to_tune(scaling: str | None) -> str:
+    """The scales of the problems of ``tileweave.warmup(scaling=...)``; recipes of training have
+    scales of rows."""
+    if scaling is None or scaling in RECIPES:
+        return "" if scaling is None else "row"
+    require(
+        scaling in SCALES,
+        f"warmup with scaling={scaling!r}",
+        f"None, {', '.join(map(repr, (*SCALES, *RECIPES)))}",
+        "pass one of these",
+    )
+    return scaling
+
+
+def _tune(
+    problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: torch.device, out: str
+) -> None:
     size = dist.get_world_size(of)
     key = tuned_choices.key_of(device, size)
     member = _InGroup(dist.get_rank(of), size, device, of)
@@ -112,7 +132,7 @@ def _tune(problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: to
     with REGISTRY.set_aside(name_of(of)):
         on_rank_0(member, lambda: cache.require_writable(key))
         for number, (op, problem) in enumerate(problems):
-            case = case_of(op, problem)
+            case = case_of(op, problem, out)
             measured, row = tune_case(member, case, number, _REPEATS, lambda _: None)
             on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             _LOG.info(
@@ -125,23 +145,34 @@ def _tune(problems: list[tuple[str, Problem]], of: dist.ProcessGroup, device: to
 
 
 def problem_of_call(
-    op: str, rows: int, cols: int, depth: int, size: int, dtype: torch.dtype, how: Exchange
+    op: str,
+    rows: int,
+    cols: int,
+    depth: int,
+    size: int,
+    dtype: torch.dtype,
+    how: Exchange,
+    scales: str = "",
 ) -> Problem:
-    """The problem that ``op`` plans for x [rows, depth] and w [cols, depth] of a rank."""
+    """The problem that ``op`` plans for x [rows, depth] and w [cols, depth] of a rank, FP8 with
+    ``scales``."""
     if op == "matmul_reduce_scatter":
         rows //= size
     elif op == "matmul_all_to_all":
         rows, cols = how.part(rows, cols, size)
     elif op == "all_to_all_matmul":
         rows, depth = how.part(rows, depth, size)
+    if scales:
+        return Problem(size, rows, cols, depth, 1, FP8, scales=scales)
     return Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
 
 
-def case_of(op: str, p: Problem) -> Case:
-    """The case whose shard is ``p``."""
+def case_of(op: str, p: Problem, out: str = "bfloat16") -> Case:
+    """The case whose shard is ``p``. ``out``: the dtype of the result of FP8 operands."""
     shared = samples_of(op).shared
     m, n, k = (
         getattr(p, name) * (p.world_size if name in shared else 1)
         for name in ("rows", "cols", "depth")
     )
-    return Case(op, f"{m}-{n}-{k}", m, n, k, m <= 1024, "large", p.dtype)
+    dtype = out if p.scales else p.dtype
+    return Case(op, f"{m}-{n}-{k}", m, n, k, m <= 1024, "large", dtype, scales=p.scales)

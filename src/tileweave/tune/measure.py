@@ -22,6 +22,7 @@ from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.profile.timing import measure
 
 UNFUSED_PATH = "unfused"
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class Measured:
 
 
 def problem_of(case: Case, world_size: int, itemsize: int = 2) -> Problem:
-    """The problem that the operator plans for ``case``."""
-    return Problem(world_size, *case.shard(world_size), itemsize, case.dtype)
+    """The problem that the operator plans for ``case``; ``itemsize`` of 16 or 32 bits."""
+    sizes = (world_size, *case.shard(world_size))
+    if case.scales:
+        return Problem(*sizes, 1, FP8, scales=case.scales)
+    return Problem(*sizes, itemsize, case.dtype)
 
 
 def measure_case(

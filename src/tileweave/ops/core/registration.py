@@ -220,7 +220,8 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
         For matmul operators with FP8 operands: the kind of the scales of x, ``"tensor"``,
         ``"row"`` or ``"block"``, with ``dtype=torch.float8_e4m3fn``. With another dtype w is FP8
         and x of that dtype, for calls with ``quantize=``. ``"rowwise"`` or
-        ``"rowwise_with_gw_hp"``: both have that dtype, for FP8 training. Default: no FP8.
+        ``"rowwise_with_gw_hp"``: both have that dtype, for FP8 training. ``"tensor+fast"`` and
+        ``"row+fast"``: for calls with ``fast_accum``. Default: no FP8.
 
     device : torch.device, optional
         For matmul operators. Default: the current GPU, or the CPU if there is none.

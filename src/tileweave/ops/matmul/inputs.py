@@ -272,15 +272,17 @@ def plan_for(
     ranks: Topology,
     depth: int | None = None,
     dtype: torch.dtype | None = None,
+    scales: str = "",
 ) -> Plan[MatmulConfig]:
     """The plan of this call, the same on every rank.
 
     ``rows``: as :class:`Problem` counts them. ``depth``, ``dtype``: those of x, unless it is
-    quantised first.
+    quantised first. ``scales``: of FP8 operands.
     """
     depth, dtype = x.shape[1] if depth is None else depth, dtype or x.dtype
     tuned_choices.read(x.device, ranks.size)
-    return _plan(planner, ranks, rows, cols, depth, dtype, machine_of(x.device), interpreting())
+    machine = machine_of(x.device)
+    return _plan(planner, ranks, rows, cols, depth, dtype, scales, machine, interpreting())
 
 
 @lru_cache(maxsize=4096)
@@ -291,13 +293,14 @@ def _plan(
     cols: int,
     depth: int,
     dtype: torch.dtype,
+    scales: str,
     machine: Machine,
     interpreted: bool,
 ) -> Plan:
     if not ranks.per_node:
         return Plan("unfused", spans_nodes(ranks))
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(ranks.size, rows, cols, depth, dtype.itemsize, name, ranks.nodes)
+    problem = Problem(ranks.size, rows, cols, depth, dtype.itemsize, name, ranks.nodes, scales)
     return planner(problem, machine, interpreted)
 
 

@@ -204,31 +204,15 @@ def matmul_all_reduce(
     tensor parallelism. Sources: arXiv 2305.06942; vLLM's ``fused_add_rms_norm``.
     """
     name, normed = name_of(group), norm_weight is not None
-    rows, given, flat, flat_residual = check_own(
-        OP,
-        name,
-        _as_called,
-        x,
-        w,
-        bias,
-        residual,
-        norm_weight,
-        out,
-        residual_out,
-        norm_eps,
-        main_grad,
-    )
+    more = (residual, norm_weight, out, residual_out, norm_eps, main_grad)
+    rows, given, flat, flat_residual = check_own(OP, name, _as_called, x, w, bias, *more)
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
     scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
     if scaling.trains:
-        refused = {
-            "main_grad": main_grad,
-            "residual": residual,
-            "norm_weight": norm_weight,
-            "quantize_out": quantize_out,
-            "out": out,
-        }
+        names = ("residual", "norm_weight", "out", "main_grad", "quantize_out")
+        values = (residual, norm_weight, out, main_grad, quantize_out)
+        refused: dict[str, object] = dict(zip(names, values, strict=True))
         return training.call(OP, x, w, bias, scaling, name, refused)
     if scaling.given or quantize_out is not None:
         refused = {"main_grad": main_grad}

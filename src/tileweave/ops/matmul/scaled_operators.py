@@ -72,7 +72,7 @@ from tileweave.planning.matmul import (
     plan_matmul_all_reduce,
     plan_matmul_reduce_scatter,
 )
-from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.problem import FAST, MatmulConfig, Plan
 from tileweave.planning.topology import Topology
 
 AG, RS, AR = all_gather_matmul_fused.OP, matmul_reduce_scatter_fused.OP, matmul_all_reduce_fused.OP
@@ -157,7 +157,7 @@ def _prepare(
         results,
         ("fp8", call.out_dtype, call.fast_accum, call.quantize, options),
         checked,
-        lambda ranks: plan(op, x, w, ranks),
+        lambda ranks: plan(op, x, w, ranks, _scales(call)),
     )
     if w_scale is None:
         from tileweave.ops.matmul.cublas import Plain  # loads triton
@@ -171,17 +171,38 @@ def _prepare(
 
 
 def plan(
-    op: str, x: torch.Tensor, w: torch.Tensor, ranks: Topology, dtype: torch.dtype | None = None
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ranks: Topology,
+    scales: str,
+    dtype: torch.dtype | None = None,
 ) -> Plan[MatmulConfig]:
-    """The plan of a call with FP8 operands, the same on every rank. ``dtype``: of w, if it is
-    quantised first."""
+    """The plan of a call with FP8 operands, the same on every rank.
+
+    scales : as ``Problem`` has them; "" without FP8 operands. dtype : of w, if it is quantised
+    first.
+    """
     planner = {
         AG: plan_all_gather_matmul,
         RS: plan_matmul_reduce_scatter,
         AR: plan_matmul_all_reduce,
     }[op]
     rows = x.shape[0] // ranks.size if op == RS else x.shape[0]
-    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=dtype or w.dtype)
+    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=dtype or w.dtype, scales=scales)
+
+
+def scales_of(of_x: str, of_w: str, fast_accum: bool) -> str:
+    """The scales of a :class:`Problem`, by the kinds of those of x and w."""
+    kind = "row" if "row" in (of_x, of_w) else of_x
+    return kind + FAST if fast_accum else kind
+
+
+def _scales(call: Call) -> str:
+    if call.w_scale is None:
+        return ""
+    of_x, of_w = _kind(call.x, call.x_scale, call.w, call.w_scale, call.quantize)
+    return scales_of(of_x, of_w, call.fast_accum)
 
 
 def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
@@ -533,7 +554,7 @@ def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
         _check_scatter(call, bias, size)
     else:
         _check(call, bias)
-    return plan(op, call.x, call.w, known_topology_of(name_of(group)))
+    return plan(op, call.x, call.w, known_topology_of(name_of(group)), _scales(call))
 
 
 def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any) -> None:

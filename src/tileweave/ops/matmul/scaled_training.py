@@ -48,7 +48,7 @@ from tileweave.ops.core.registry import (
 from tileweave.ops.matmul import scaled_operators as scaled
 from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
-from tileweave.ops.matmul.inputs import as_rows, check_traced, plan_for
+from tileweave.ops.matmul.inputs import as_rows, check_traced
 from tileweave.ops.matmul.quantize import _in_torch, quantize_rows
 from tileweave.ops.matmul.scaled import (
     ALIGN,
@@ -60,7 +60,6 @@ from tileweave.ops.matmul.scaled import (
     as_sent,
 )
 from tileweave.ops.matmul.scaled_calls import Scaling
-from tileweave.planning.matmul import plan_all_gather_matmul, plan_matmul_reduce_scatter
 from tileweave.planning.problem import Plan
 
 AG, RS, AR = scaled.AG, scaled.RS, scaled.AR
@@ -99,6 +98,11 @@ class Recipe(NamedTuple):
 
     name: str
     fast_accum: bool
+
+    def plan(self, op: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Plan:
+        """The plan of ``op`` of x and w once they are quantised."""
+        scales = scaled.scales_of("row", "row", self.fast_accum)
+        return scaled.plan(op, x, w, known_topology_of(group_name), scales, FP8)
 
     def turned(self, w: torch.Tensor) -> Scaled:
         """w [N, K] as it multiplies gradients of the result: w.T [K, N]."""
@@ -239,10 +243,7 @@ class _ScaledGatherBackward(GatherBackward):
     recipe: Recipe = field(kw_only=True)
 
     def scatters_fused(self, grad: torch.Tensor, w: torch.Tensor) -> bool:
-        ranks = known_topology_of(self.group_name)
-        rows = grad.shape[0] // ranks.size
-        chosen = plan_for(plan_matmul_reduce_scatter, grad, rows, w.shape[1], ranks, dtype=FP8)
-        return chosen.config is not None
+        return self.recipe.plan(RS, grad, w.t(), self.group_name).config is not None
 
     def multiply_and_scatter(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         more = (None, self.group_name, _name_of(grad.dtype), self.recipe.fast_accum, "")
@@ -333,9 +334,8 @@ def _gather_and_multiply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gather(grad) @ w, gather(grad)) for grad [m, N] and w [N, K]: each shard is quantised and
     multiplied as copy engines bring it, where a gather of FP8 would be fused."""
-    ranks, (rows, cols), depth = known_topology_of(group_name), grad.shape, w.shape[1]
-    size = ranks.size
-    chosen = plan_for(plan_all_gather_matmul, grad, rows, depth, ranks, dtype=FP8)
+    size, (rows, cols), depth = rank_and_size(group_name)[1], grad.shape, w.shape[1]
+    chosen = how.plan(AG, grad, w.t(), group_name)
     if chosen.config is None or too_large(grad):
         gathered = collectives.all_gather(grad, group_of(group_name))
         return how.input_gradient(gathered, w), gathered
@@ -492,7 +492,8 @@ def linear(
 
 def explain(op: str, x: torch.Tensor, w: Any, bias: Any, scaling: Scaling, group: Any) -> Plan:
     """The plan of a forward by a recipe."""
-    rows, ranks = as_called(op, x, w, bias, scaling, {}), known_topology_of(name_of(group))
+    rows = as_called(op, x, w, bias, scaling, {})
     if op == RS:
-        scaled.check_rows(x.shape[0], ranks.size)
-    return scaled.plan(op, rows, w, ranks, FP8)
+        scaled.check_rows(x.shape[0], rank_and_size(name_of(group))[1])
+    how = Recipe(scaling.quantize or "", scaling.fast_accum)
+    return how.plan(op, rows, w, name_of(group))

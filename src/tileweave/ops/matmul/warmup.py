@@ -15,7 +15,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops.core.registry import Group, machine_of, name_of, rank_and_size
 from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
-from tileweave.planning.problem import Plan
+from tileweave.planning.problem import FAST, Plan
 from tileweave.transport.compile_only import compile_only
 
 Rows = int | Iterable[int]
@@ -78,6 +78,7 @@ def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> 
         return {}
     if scaling in RECIPES:
         return {"quantize": scaling}
+    fast, scaling = scaling.endswith(FAST), scaling.removesuffix(FAST)
     fits = isinstance(w, torch.Tensor) and w.dtype == FP8
     require(
         fits and scaling in ("tensor", "row", "block") and (x.dtype == FP8 or scaling != "tensor"),
@@ -88,6 +89,8 @@ def scales_for_warmup(x: torch.Tensor, w: torch.Tensor, scaling: str | None) -> 
     (rows, depth), cols = x.shape, w.shape[0]
     of_w = {"tensor": (1,), "row": (1, cols), "block": (blocks(cols), blocks(depth))}[scaling]
     given: dict[str, Any] = {"w_scale": torch.ones(of_w, dtype=torch.float32, device=x.device)}
+    if fast:
+        given["fast_accum"] = True
     if x.dtype != FP8:
         return {**given, "quantize": scaling}
     of_x = {"tensor": (1,), "row": (rows, 1), "block": (rows, blocks(depth))}[scaling]
