@@ -95,7 +95,8 @@ def record(
         sent = (size - 1) * x.numel() * x.element_size() if plan.path == "unfused" else 0
         return Recording(plan, out, sent_bytes=sent)
     transport = workspace_of(name, x.device).transport
-    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
+    shape, nodes = (x.shape[0], w.shape[0], x.shape[1]), transport.topology.nodes
+    problem = Problem(size, *shape, x.element_size(), "", nodes)
     schedule = schedule_for(problem, config, transport.rank, transport.machine)
     pushes = config.transport == "sm"
     slices = config.num_slices if pushes else 1
