@@ -45,6 +45,7 @@ from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.gather import Parts
 from tileweave.planning.table import Entry, tuned_entries
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "neighbour_exchange.py"
@@ -110,6 +111,7 @@ TRITON_CASES = (
     Case(SMALL, rows=16, bias=True, gathered=True, trace=True),
     Case(SMALL, rows=256, depth_first=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, gathered=True),
+    Case(replace(SMALL, transport="nodes", num_slices=2), rows=256, gathered=True),
 )
 
 
@@ -197,8 +199,10 @@ def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torc
 def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
     """A launcher for the case, and its arguments: tensors made anew."""
     c, dtype = case.config, case.dtype
-    problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
+    nodes = 2 if c.transport == "nodes" else 1
+    problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "", nodes)
     schedule = schedule_for(problem, c, RANK, H200)
+    parts = Parts(RANK, WORLD_SIZE, DEPTH, DEPTH, chunk_rows=schedule.chunk_tiles * c.tile_m)
     peers = endpoint(schedule.slot_rows * DEPTH, dtype)
     x, w = (
         torch.empty(case.rows, DEPTH, dtype=dtype),
@@ -214,7 +218,7 @@ def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
         assert fits(x, w)
         launcher = hopper.launcher(peers, schedule, c, dtype, w.stride())
     else:
-        launcher = plain.launcher(peers, schedule, c)
+        launcher = plain.launcher(peers, schedule, c, parts if nodes > 1 else None)
     return launcher, (x, w, bias, out, gathered, 0, trace if case.trace else None)
 
 

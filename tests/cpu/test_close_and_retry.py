@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.support.calls import SLACK, refusal
@@ -174,5 +177,33 @@ def test_texts_of_abandoned_meetings_are_ignored() -> None:
     assert (
         right == ""
         and len(failed) == 2
-        and all(text.startswith("PeerTimeout: mapping") for text in failed)
+        and all(text.startswith("PeerTimeout: the first call of a group") for text in failed)
     ), first
+
+
+def loses_the_end_of_a_meeting(me: Member, module: str) -> list[str]:
+    """All ranks meet, but rank 1 has given up just before it learns so."""
+    where = import_module(module)
+    meet, lost = where.meet, []
+
+    def lose(*args: object) -> object:
+        found = meet(*args)
+        if me.rank == VICTIM and not lost:
+            lost.append(True)
+            raise tw.PeerTimeout("planted", me.rank, -1, -1, 0, 0, SECONDS, "store")
+        return found
+
+    with mock.patch.object(where, "meet", lose):
+        said = called_until_right(me, 4, lambda _: call(me, 0))
+    me.barrier()
+    tw.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    "module", ["tileweave.transport.nodes", "tileweave.ops.core.tuned_choices"]
+)
+def test_ranks_meet_again_where_one_lost_the_end_of_a_meeting(module: str) -> None:
+    ends = one_shot("gloo", 2, loses_the_end_of_a_meeting, module, extra=ALIVE)
+    for end in ends:
+        assert end.value[-1] == "" and len(end.value) > 1, end.value

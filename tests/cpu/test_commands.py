@@ -123,7 +123,7 @@ def test_check() -> None:
     torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs"
 )
 @pytest.mark.parametrize(
-    ("op", "world"), [("all_gather_matmul", "2"), ("embedding_bag_all_to_all", "4")]
+    ("op", "world"), [("all_gather_matmul", "3"), ("embedding_bag_all_to_all", "2")]
 )
 def test_bench(tmp_path: Path, op: str, world: str) -> None:
     path = tmp_path / "report.json"

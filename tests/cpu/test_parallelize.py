@@ -184,6 +184,129 @@ def test_fully_sharded_in_the_other_dimension(worlds: Worlds, sequence: bool) ->
     run_either(worlds("gloo", 4), False, with_data_parallelism, sequence)
 
 
+# --- Layers that compute several projections ---
+
+
+class FusedMLP(nn.Module):
+    """``halves``: gate and up are the halves of one output; else its even and odd features."""
+
+    def __init__(self, hidden: int, inner: int, halves: bool = True) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner)
+        self.down_proj, self.halves = nn.Linear(inner, hidden), halves
+        self.dropout = nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.gate_up_proj(x)
+        gate, up = y.chunk(2, -1) if self.halves else (y[..., ::2], y[..., 1::2])
+        return self.down_proj(silu(gate) * self.dropout(up))
+
+
+class FusedAttention(nn.Module):
+    """Takes the number of heads from shapes, with as many queries as keys in each group."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.share, self.head = heads // kv_heads, head_dim
+        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim)
+        self.out = nn.Linear(heads * head_dim, hidden)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        y = self.qkv(hidden_states).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        kv_heads = y.shape[1] // (self.share + 2)
+        q, k, v = y.split([self.share * kv_heads, kv_heads, kv_heads], 1)
+        z = scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=scale)
+        return self.out(z.transpose(1, 2).flatten(2))
+
+
+def fused_model(halves: bool = True) -> Model:
+    torch.manual_seed(0)
+    made = Model(2)
+    for layer in made.layers:
+        layer.mlp, layer.self_attn = FusedMLP(16, 12, halves), FusedAttention(16, 4, 2, 4)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made.eval()
+
+
+PARTS = {"q": 16, "k": 8, "v": 8}
+PLAN = {
+    "layers.*.mlp.gate_up_proj": "colwise",
+    "layers.*.self_attn.qkv": tw.parallel.Colwise(parts=PARTS),
+    "layers.*.self_attn.out": "rowwise",
+}
+
+
+def split_layers(me: Member) -> None:
+    """The same results and gradients, also after weights of the whole model are loaded; a
+    state_dict that has its names and tensors again."""
+    part, reference = tw.parallelize(fused_model(), plan=dict(PLAN)), fused_model()
+    assert part.layers[0].self_attn.qkv.k.weight.to_local().shape == (4, 16)
+    for _ in range(2):
+        y, want = part(ids_of()), reference(ids_of())
+        assert_near(y, want, 1e-4, 1e-5, "y")
+        for result in (y, want):
+            result.square().mean().backward()
+        found = {name: p.grad for name, p in part.named_parameters()}
+        found = tw.parallel.join_projections(part, found)
+        wanted = dict(reference.named_parameters())
+        assert found.keys() == wanted.keys()
+        for name, grad in found.items():
+            assert_near(whole(grad), wanted[name].grad, 1e-4, 1e-5, name)
+        halved = {name: 0.5 * t for name, t in reference.state_dict().items()}
+        for m in (part, reference):
+            m.zero_grad()
+            m.load_state_dict(halved)
+    state = tw.parallel.join_projections(part, part.state_dict())
+    assert state.keys() == halved.keys()
+    assert all(torch.equal(whole(t), halved[name]) for name, t in state.items())
+
+
+def test_projections_of_one_layer_are_split(world: World) -> None:
+    run_either(world, False, split_layers)
+
+
+def split_refused(me: Member) -> list[str]:
+    mixed = fused_model(halves=False)
+    before = [name for name, _ in mixed.named_parameters()]
+    mlp = {"layers.*.mlp.gate_up_proj": "colwise"}
+    parts = tw.parallel.Colwise(parts={"q": 16, "kv": 15})
+    equal = {**PLAN, "layers.*.self_attn.qkv": "colwise"}
+    found = [
+        refusal(tw.parallelize, mixed, None, mlp),
+        refusal(tw.parallelize, fused_model()),
+        refusal(tw.parallelize, fused_model(), None, equal),
+        refusal(tw.parallelize, fused_model(), None, {"layers.*.self_attn.qkv": parts}),
+        refusal(tw.parallelize, fused_model(), None, {"layers.*.qkv": tw.parallel.Colwise()}),
+        refusal(
+            fused_model_of_part().load_state_dict, {"mlp.gate_up_proj.weight": torch.ones(3, 16)}
+        ),
+    ]
+    assert [name for name, _ in mixed.named_parameters()] == before, "changed before it was refused"
+    return found
+
+
+def fused_model_of_part() -> nn.Module:
+    model = nn.ModuleDict({"mlp": FusedMLP(16, 12)})
+    return tw.parallelize(model)
+
+
+SPLIT_NAMED = (
+    "layers.0.mlp.gate_up_proj, which computes several",
+    "layers.0.self_attn.qkv, which computes several",
+    "layers.0.self_attn.qkv, which computes several",
+    "layers.0.self_attn.qkv: parts {'q': 16, 'kv': 15} of 32",
+    "layers.0.self_attn.qkv, which computes several",
+    "mlp.gate_up_proj.weight with 3 rows",
+)
+
+
+def test_layers_that_cannot_be_split_are_named(world: World) -> None:
+    for errors in run_either(world, False, split_refused):
+        for error, named in zip(errors, SPLIT_NAMED, strict=True):
+            assert error.startswith("InputError: asked:") and named in error, (named, error)
+
+
 # --- Plans ---
 
 

@@ -31,9 +31,20 @@ from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
 from tests.explore.mutants_gather import MUTANTS as GATHERS
+from tests.explore.mutants_nodes import MUTANTS as NODES
 from tests.explore.mutants_scaled import MUTANTS as SCALED
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS, *CHUNKS, *SCALED)
+MUTANTS = (
+    *MATMULS,
+    *EMBEDDING,
+    *EXPERTS,
+    *DISPATCH,
+    *EXCHANGES,
+    *GATHERS,
+    *NODES,
+    *CHUNKS,
+    *SCALED,
+)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # most interleavings for one mutant
@@ -83,7 +94,9 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
                 for strategy in ("walk", "pct", "delay", "malice"):
                     for name in names:
                         tried += 1
-                        found = run(Seed(name, 2 + tried % 2, strategy, number), enter)
+                        # two nodes of two ranks, which push inside their node
+                        sizes = (2, 4) if "/nodes" in name else (2, 3)
+                        found = run(Seed(name, sizes[tried % 2], strategy, number), enter)
                         if found.failure is not None and "--story" in sys.argv:
                             print(
                                 f"--- {mutant.name}",

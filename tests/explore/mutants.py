@@ -48,6 +48,7 @@ def pattern(text: str) -> str:
 
 AG = "all_gather_matmul/"
 KERNEL, FUSED = "kernels/all_gather/triton.py", "ops/matmul/all_gather_matmul_fused.py"
+ARRIVALS = "kernels/all_gather/arrivals.py"
 WORDS, REMOTE, MATMUL, TILE = (
     "device/interpreter/words.py",
     "device/triton/remote.py",
@@ -78,7 +79,7 @@ _NOTIFY = (
     "        notify_all(peers, rank * MAX_SLICES + piece, rank, epoch, C.WORLD_SIZE, C.SPANS)\n"
 )
 _EXACT = "unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
-_WAIT = "token = wait(peers, source * MAX_SLICES, epoch, " + _EXACT
+_WAIT = "token = wait(peers, signal, epoch, " + _EXACT
 _PUSHED = "            await_pushed(peers, epoch, C.WORLD_SIZE)\n"
 _LEAVE = "    leave(peers, epoch, num_programs)\n"
 _EARLY = "        leave_early(peers, epoch, num_programs)\n"
@@ -122,37 +123,37 @@ _COUNTED = (
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: the kernel ---
-    Mutant("a tile does not wait", KERNEL, _WAIT, "token = 0", AG),
+    Mutant("a tile does not wait", ARRIVALS, _WAIT, "token = 0", AG),
     Mutant(
         "a tile waits for one slice of several",
-        KERNEL,
+        ARRIVALS,
         _WAIT,
         _WAIT.replace("C.NUM_SLICES", "1"),
         AG + "sm",
     ),
     Mutant(
         "a tile waits for another source",
-        KERNEL,
+        ARRIVALS,
         _WAIT,
-        _WAIT.replace("source *", "(source + 1) % 2 *"),
+        _WAIT.replace("signal", "(source + 1) % 2 * MAX_SLICES"),
         AG,
     ),
     Mutant(
-        "a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG
+        "a tile waits for the next call", ARRIVALS, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG
     ),
     Mutant(
-        "a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG
+        "a tile waits for the call before", ARRIVALS, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG
     ),
     Mutant(
         "who is a call ahead is refused",
-        KERNEL,
+        ARRIVALS,
         _EXACT,
         _EXACT.replace("not C.PUSH", "True"),
         AG + "sm",
     ),
     Mutant(
         "a tile waits for the last source only",
-        KERNEL,
+        ARRIVALS,
         "range(unit.first_row // rows, last_row",
         "range(last_row // rows, last_row",
         AG + "sm, spans",
@@ -181,9 +182,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the gathered input is copied without a wait",
-        KERNEL,
-        "        wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)\n",
-        "",
+        ARRIVALS,
+        "wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)\n",
+        "pass\n",
         AG + "sm, cut, gathered",
     ),
     Mutant(
@@ -229,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "call.copies[slot], source",
         "call.copies[1 - slot], source",
         AG + "copy engine",
-        2,
+        3,
     ),
     Mutant(
         "captured copies go before ranks have met",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -27,6 +28,27 @@ from tileweave.planning.schedules.gather import (
 
 WORLD_SIZES = range(2, 9)
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@st.composite
+def schedules_over_nodes(draw: st.DrawFn) -> TileSchedule:
+    """Schedules of 2 to 4 nodes of 1 to 4 ranks, without bands and with whole tiles per shard."""
+    each = draw(st.integers(1, 4))
+    size = each * draw(st.integers(2, 8 // each))
+    tile = draw(st.sampled_from([16, 32]))
+    rows = draw(st.integers(tile, 150))
+    return replace(
+        draw(schedules()),
+        rank=draw(st.integers(0, size - 1)),
+        world_size=size,
+        rows=rows,
+        tile_m=tile,
+        band_sources=1,
+        cut_bands=False,
+        own_first=True,
+        per_node=each,
+        chunk_tiles=draw(st.integers(1, -(-rows // tile))),
+    )
 
 
 @st.composite
@@ -299,6 +321,7 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
     from tileweave.device.triton import tiles as device
 
     d = {source.__name__: source for source in device.SOURCES}
+    d["place_in_nodes"] = device.place_in_nodes.fn  # of no Hopper kernel
     numbers = (
         s.rank,
         s.world_size,
@@ -320,7 +343,11 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
         share = d["share_of"](tiles, Int32(program), Int32(s.num_programs), count)
         for index in range(share.units):
             tile, k_begin, k_end = d["unit_range"](share, Int32(index))
-            first_row, row_limit, col = d["place"](tiles, Int32(first + tile))
+            if s.per_node:
+                nodes = Int32(s.per_node), Int32(s.chunk_tiles)
+                first_row, row_limit, col = d["place_in_nodes"](tiles, Int32(first + tile), *nodes)
+            else:
+                first_row, row_limit, col = d["place"](tiles, Int32(first + tile))
             owner, helpers = d["part_range"](share, tile)
             yield Unit(
                 first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers
@@ -333,6 +360,32 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
 def test_device_computes_the_same_units(schedule: TileSchedule) -> None:
     for program in range(schedule.num_programs):
         assert list(device_units(schedule, program)) == list(schedule.units(program))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
+@thorough
+@given(schedules_over_nodes())
+def test_device_computes_the_same_units_over_nodes(schedule: TileSchedule) -> None:
+    for program in range(schedule.num_programs):
+        assert list(device_units(schedule, program)) == list(schedule.units(program))
+
+
+@thorough
+@given(schedules_over_nodes())
+def test_tiles_over_nodes_are_in_order_of_arrival(schedule: TileSchedule) -> None:
+    """Each tile of each source once; the own shard, those of its node, then chunk after chunk of
+    the others."""
+    s, seen = schedule, []
+    for tile in range(s.num_tiles):
+        first_row, row_limit, col = s.place(tile)
+        source, row = divmod(first_row, s.rows)
+        assert row % s.tile_m == 0 and row_limit == (source + 1) * s.rows
+        chunk = row // s.tile_m // s.chunk_tiles
+        near = source // s.per_node == s.rank // s.per_node
+        seen.append((source, row, col, -1 if source == s.rank else 0 if near else 1 + chunk))
+    assert len({place[:3] for place in seen}) == s.num_tiles
+    stages = [place[3] for place in seen]
+    assert stages == sorted(stages)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")

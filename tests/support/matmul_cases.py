@@ -64,7 +64,7 @@ class Case:
         sources_in_rows = self.op in (AG, RS) or (
             self.op == IN and self.how is not None and self.how[1] == 0
         )
-        short = config.transport == "copy_engine" and self.rows < config.tile_m and sources_in_rows
+        short = config.transport != "sm" and self.rows < config.tile_m and sources_in_rows
         return replace(self, rows=self.rows + config.tile_m) if short else self
 
     def x_rows(self, size: int) -> int:

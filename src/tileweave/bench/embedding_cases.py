@@ -68,7 +68,7 @@ CASES = [
     EmbeddingCase("bf16-dlrm-v2", "bfloat16", 65536, 8, multi_hot=True, rows=1_000_000),
 ]
 SMOKE = [
-    EmbeddingCase("smoke-fp32", "float32", 31, 2, 16, 2, 50, block="smoke"),
-    EmbeddingCase("smoke-multi-hot", "float16", 31, 2, 8, 2, 120, multi_hot=True, block="smoke"),
+    EmbeddingCase("smoke-fp32", "float32", 7, 2, 16, 2, 50, block="smoke"),
+    EmbeddingCase("smoke-multi-hot", "float16", 3, 2, 8, 2, 120, multi_hot=True, block="smoke"),
 ]
 QUICK = r"(fp32|bf16)-b65536-l(8|1)$|fp32-b8192-l8$|fp32-dlrm"

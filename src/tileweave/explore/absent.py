@@ -38,6 +38,7 @@ from tileweave.kernels.embedding import gradient as embedding_gradient
 from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD
 from tileweave.planning.sharding import EmbeddingConfig
 from tileweave.transport.protocol import (
+    EPOCH,
     FAULT,
     LEAVERS,
     MAX_SLICES,
@@ -73,13 +74,15 @@ COPIED_GATHERS = (
 )
 # rank 1 is paused before it sums what others pushed
 SUMS = TableGradient("groups", 1, 2, "sm")
+COPIED_SUMS = TableGradient("groups by copy engines", 1, 2, "copy_engine")
 PAUSING: dict[Any, Callable[[bool, int], bool]] = {
     **{scenario: lambda exact, limit: exact for scenario in COPIED_GATHERS},
-    SUMS: lambda exact, limit: limit == PUSHED_US,
+    **{scenario: lambda exact, limit: limit == PUSHED_US for scenario in (SUMS, COPIED_SUMS)},
 }
 PAUSED = (
     *COPIED_GATHERS,
     SUMS,
+    COPIED_SUMS,
     GATHER,
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce(
@@ -138,7 +141,8 @@ class Clock:
     ``ran_out``: (task, index of the signal, time), in order."""
 
     def __init__(self, world: World) -> None:
-        self.tasks, self.now = world.tasks, 0
+        self.tasks, self.now, self.size = world.tasks, 0, world.size
+        self.odd: list[str] = []  # reports that cannot be
         # per waiting task: when its time is up, its control block, its entry there
         self.due: dict[Task, tuple[int, int, int]] = {}
         # per task that polls self-signaling data: when its time is up
@@ -205,7 +209,17 @@ class Clock:
         return interpreted._scalar(int(due <= self.now))
 
     def report(self, control, report, signal, unit, expected, seen):
-        self.expire(interpreted._value(control), interpreted._value(signal))
+        """The report of self-signaling data, which names a peer and this call."""
+        block, number = interpreted._value(control), interpreted._value(signal)
+        call, me = ctypes.c_int32.from_address(block + 4 * EPOCH).value, self.tasks.running()
+        peer, rest = divmod(number, MAX_SLICES)
+        told = (interpreted._value(expected) - call, interpreted._value(seen) - call)
+        # kernels that announce their end first have moved the epoch by now
+        right = told in ((0, -1), (-1, -2))
+        own = peer == me.rank and not ctypes.c_int32.from_address(block + 4 * FAULT).value
+        if rest or own or not 0 <= peer < self.size or not right:
+            self.odd.append(f"{me.name} reports signal {number}, calls {told} from its own")
+        self.expire(block, number)
 
     def wait(
         self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US, EXACT=False
@@ -306,6 +320,7 @@ class Absence:
                 wrong = (_run_to_a_moment if case.how == "moments" else _run)(
                     world, case, self.clocks[-1]
                 )
+            wrong += self.clocks[-1].odd
         finally:
             self.enter(None)
             world.close()

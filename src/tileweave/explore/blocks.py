@@ -423,6 +423,17 @@ def _same(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
+def _multiple_of(value: Any, of: Any) -> Any:
+    """A promise to the compiler, which is checked: of a pointer it is about bytes."""
+    numbers = value.data if isinstance(value, Block) else plain(value)
+    least = plain(of)
+    if isinstance(least, int) and not (
+        isinstance(numbers, tuple) or np.all(np.mod(numbers, least) == 0)
+    ):
+        raise ValueError(f"tl.multiple_of({numbers}, {least}) is not true")
+    return value
+
+
 WORDS: dict[str, Callable[..., Any]] = {
     "arange": _arange,
     "full": _full,
@@ -436,7 +447,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "zeros_like": lambda like: (
         Block(np.zeros_like(like.data), like.special) if isinstance(like, Block) else Scalar(0)
     ),
-    "multiple_of": _same,
+    "multiple_of": _multiple_of,
     "max_contiguous": _same,
     "max_constancy": _same,
     "assume": lambda *_: None,

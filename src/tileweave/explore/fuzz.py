@@ -36,6 +36,7 @@ COSTS = {
     "grouped_matmul_combine/roles": 2.5,
     "embedding_bag_all_to_all_backward/groups by copy engines": 2.5,
     "all_gather_matmul/sm, cut, gathered": 2.0,
+    "all_gather_matmul/nodes, gathered": 2.0,
     "matmul_all_reduce/in chunks, captured": 2.0,
     "matmul_all_to_all/copy engine": 2.0,
     "all_gather_matmul/copy engine": 0.6,

@@ -34,7 +34,7 @@ from tileweave.explore.ranks import COMPONENTS, World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
-from tileweave.kernels.runtime.launch import flat
+from tileweave.kernels.runtime.launch import Launcher, flat
 
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
@@ -80,6 +80,7 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
+        (Launcher, "__call__", lambda self, *given: _launch_checked(self, given)),
         *((import_module(module), name, value) for module, name, value in SMALLER),
     ]
     if fast:
@@ -109,6 +110,27 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
             else:
                 setattr(where, name, value)
         scope.restore()
+
+
+def _launch_checked(launcher: Launcher, given: tuple[Any, ...]) -> None:
+    """Launch; calls of one variant must be alike in all that Triton specialises for, since later
+    ones run what was compiled for the first."""
+    variant, _, changing, _ = launcher._pack(*given)
+    named = {**launcher.fixed, **changing()}
+    alike = tuple(_specialised(value) for value in flat(named).values())
+    first = launcher.__dict__.setdefault("explored", {}).setdefault(variant, alike)
+    if first != alike:
+        raise ValueError(f"{launcher.kernel}: variant {variant} is of two kinds")
+    arguments = [named[name] for name in launcher.kernel.arg_names]
+    launcher.kernel[(launcher.programs,)](*arguments, **launcher._options)
+
+
+def _specialised(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**31
+    return value if isinstance(value, (bool, str, type(None))) else None
 
 
 def _words() -> list[tuple[Any, str]]:

@@ -139,12 +139,16 @@ class Prepared:
         self.runs: dict[tuple[Place, int], list[Any]] = defaultdict(list)
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
         self.absent: list[Any] = []
+        took: dict[Any, float] = {}
         shown = SHOWN if len(chosen) > 100 else SHOWN[:2]
         for world, strategy, number in shown:
             for name in self.names:
-                seed = search.Seed(name, world, strategy, number)
+                seed, began = search.Seed(name, world, strategy, number), time.process_time()
                 for statement in statements.reached(lambda s=seed: search.run(s, enter)):
                     self.runs[statement].append(seed)
+                took[seed] = time.process_time() - began
+        for seeds in self.runs.values():  # cheap ones first
+            seeds.sort(key=lambda seed: took[seed])
         if len(chosen) > 100:
             self._show_absence(statements)
         statements.restore()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from tileweave.explore.memory import CELL, Memory, Region, Store
 from tileweave.explore.tasks import Strategy, Task, Tasks
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.topology import Topology
-from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
@@ -31,17 +32,23 @@ class Rank:
     rank: int
     host: Task
     engines: list[Task]  # one per lane of copies
-    second: Task  # copies of the second queue
+    second: Task  # copies of the second queue, or what is exchanged with other nodes
     programs: list[Task]
     group: str = ""
     # pushes on the second queue that have not begun: clock of the host, copies, address
     queued: list[tuple[np.ndarray, Sequence[Copy], int]] = field(default_factory=list)
 
 
+def _open(rank: Rank, transport: Any) -> None:
+    """Give ``rank`` a workspace with a ledger that compares nothing."""
+    REGISTRY.get(rank.group, transport.device, lambda: transport).ledger.open({}, rank.rank)
+
+
 class World:
     """R ranks in this process. ``resident`` programs of a rank run at once (None: all), in order of
     their ids, and are on ``multiprocessors`` in turn.
-    ``cell_bytes``: of the elements of slots, if less than 4. Ranks are divided into ``nodes``."""
+    ``cell_bytes``: of the elements of slots, if less than 4. ``over_nodes``: ranks are on
+    several nodes, 2 x 1, 3 x 1 or 2 x 2."""
 
     def __init__(
         self,
@@ -52,10 +59,12 @@ class World:
         recording: bool = False,
         multiprocessors: int = 1,
         cell_bytes: int = CELL,
-        nodes: int = 1,
+        over_nodes: bool = False,
     ) -> None:
         self.size, self.resident = size, resident
-        self.topology = Topology(tuple(rank * nodes // size for rank in range(size)))
+        each = (2 if size == 4 else 1) if over_nodes else size
+        self.topology = Topology(tuple(rank // each for rank in range(size)))
+        self._sent: list[list[bytes]] = [[] for _ in range(size)]  # to other nodes, by rank
         self.multiprocessors, self.cell_bytes = multiprocessors, cell_bytes
         self.memory = Memory(size * COMPONENTS)
         self.tasks = Tasks(self.memory, strategy, recording)
@@ -67,9 +76,7 @@ class World:
         self.transports = [ModelTransport(self, rank) for rank in self.ranks]
         for rank, transport in zip(self.ranks, self.transports, strict=True):
             rank.group = f"explored rank {rank.rank}"
-            REGISTRY.get(rank.group, transport.device, lambda t=transport: t).ledger.open(
-                {}, rank.rank
-            )
+            _open(rank, transport)
 
     def _rank(self, rank: int) -> Rank:
         programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]
@@ -109,6 +116,8 @@ class World:
         indices = [
             (x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
         ]
+        if not indices:
+            raise ValueError("asked: 0 programs, which a GPU refuses; allowed: 1 or more")
         number_of_launch = self.memory.begin_launch(self.rank.host.clock)
         for first in range(0, len(indices), MAX_PROGRAMS):
             some = indices[first : first + MAX_PROGRAMS]
@@ -159,7 +168,7 @@ class World:
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
-            cell_bytes = 2 if tensor.element_size() == 2 else CELL
+            cell_bytes = min(tensor.element_size(), CELL)
             known = Region(f"rank {rank} {name}", start, start + nbytes, cell_bytes=cell_bytes)
             self.memory.add(known)
             self.kept.append(tensor)  # so that its address is not used again
@@ -258,8 +267,40 @@ class World:
         if rank.second.state == "idle":
             self.tasks.start(rank.second, copy_all_queued)
 
-    def join(self, rank: Rank, queue: int = 0) -> None:
-        last = rank.second if queue else rank.engines[0]
+    def cross(self, rank: Rank, sending: Sending) -> None:
+        """What the rank exchanges with other nodes, on its second queue, chunk by chunk.
+
+        A rank that receives knows only that the data was sent: nothing else of the sender is
+        ordered before. A send may end before it is received.
+        """
+        network, crossing, sent = rank.second, sending.crossing, self._sent
+        others = [r for r in self.topology.rail(rank.rank) if r != rank.rank]
+
+        def exchange() -> None:
+            before = len(sent[rank.rank])
+            for chunk, (begin, end) in enumerate(crossing.chunks):
+                self.tasks.point()
+                start = sending.data.data_ptr() + begin
+                self._read(network, start, start + end - begin)
+                sent[rank.rank].append(ctypes.string_at(start, end - begin))
+                for other in others:
+                    self.tasks.unblock(self.ranks[other].second)
+                for other, place in zip(others, crossing.targets[chunk], strict=True):
+                    while len(sent[other]) <= before + chunk:
+                        self.tasks.block()
+                    self.tasks.point()
+                    self._write(network, place.data_ptr(), sent[other][before + chunk])
+                for word in crossing.arrived[chunk]:
+                    self._signal(network, word.target, word.source)
+
+        self.tasks.start(network, exchange)
+
+    def join(self, rank: Rank, queue: int = 0, crossed: bool = False) -> None:
+        """``crossed``: wait for what is exchanged with other nodes, too."""
+        for last in [rank.second] if queue else [rank.engines[0]] + [rank.second] * crossed:
+            self._join(rank, last)
+
+    def _join(self, rank: Rank, last: Task) -> None:
         last.on_drained = lambda _: self.tasks.unblock(rank.host)
         while last.state != "idle" or last.pending:
             self.tasks.block()
@@ -272,11 +313,7 @@ class World:
             if copy.counter:
                 self._await(engine, copy.counter, copy.count)
             if copy.nbytes == 4:
-                self.tasks.point()
-                value = ctypes.c_int32.from_address(start).value
-                self._read(engine, start, start + 4)
-                self.tasks.note("copies a signal", target, target + 4, str(value))
-                self.memory.release(engine, target, value)
+                self._signal(engine, target, start)
                 continue
             for target, start in copy.pieces(source):
                 piece = max(copy.nbytes // (PIECES if copy.rows == 1 else 1) // CELL * CELL, CELL)
@@ -285,6 +322,14 @@ class World:
                     self._copy(
                         engine, target + offset, start + offset, min(piece, copy.nbytes - offset)
                     )
+
+    def _signal(self, engine: Task, target: int, source: int) -> None:
+        """Copy one word, after all data that ``engine`` has copied."""
+        self.tasks.point()
+        value = ctypes.c_int32.from_address(source).value
+        self._read(engine, source, source + 4)
+        self.tasks.note("copies a signal", target, target + 4, str(value))
+        self.memory.release(engine, target, value)
 
     def _await(self, engine: Task, counter: int, count: int) -> None:
         """The wait of a copy engine for a counter that programs advance."""
@@ -296,7 +341,10 @@ class World:
 
     def _copy(self, engine: Task, target: int, source: int, nbytes: int) -> None:
         self._read(engine, source, source + nbytes)
-        data = ctypes.string_at(source, nbytes)
+        self._write(engine, target, ctypes.string_at(source, nbytes))
+
+    def _write(self, engine: Task, target: int, data: bytes) -> None:
+        nbytes = len(data)
         region = self.memory.region(target, target + nbytes, engine.name)
         cells = region.slice_of(target, target + nbytes)
         self.memory.check_write(engine, region, cells)
@@ -322,7 +370,7 @@ class ModelTransport:
         self.machine: Machine = world.machine
         self.topology = world.topology
         self.watch: Watcher | None = None
-        self.captured = False
+        self.captured = self._crossed = False
         self._world = world
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -344,15 +392,19 @@ class ModelTransport:
         queue: int = 0,
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
+        sending: Sending | None = None,
     ) -> None:
         assert queue in (0, 1), "there are two queues"
+        self._crossed = sending is not None
+        if sending is not None:
+            self._world.cross(self._world.ranks[self.rank], sending)
         push = self._world.push_second if queue else self._world.push
         push(self._world.ranks[self.rank], copies, source)
         if launch is not None:
             launch()
 
     def join(self, queue: int = 0) -> None:
-        self._world.join(self._world.ranks[self.rank], queue)
+        self._world.join(self._world.ranks[self.rank], queue, self._crossed)
 
     def order(self) -> None:
         """Calls are synchronous, so they are in order."""

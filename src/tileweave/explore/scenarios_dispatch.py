@@ -90,6 +90,7 @@ class Dispatch:
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.kernels.experts.rows import gather_rows
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
@@ -103,8 +104,13 @@ class Dispatch:
         world.know(rank, "plan", plan.table)
         y = torch.full((plan.bound, self.sizes[0]), float("nan"))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        run_fused(x.clone(), experts, plan, y, world.ranks[rank].group, self.config, kept)
-        yield "y", y[: len(want)], want
+        x, count = x.clone(), len(want)
+        peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
+        yield "y", y[:count], want
+        rows = gather_rows(x, peers, plan.fields, self.experts, most, self.topk, rank, world.size)
+        whole = [whole_numbers((most, self.sizes[1]), "x", r, seed) for r in range(world.size)]
+        tokens = torch.cat(whole)[plan.row_entry[:count].long() // self.topk]
+        yield "gathered rows", rows[:count], tokens
         for row, entry in enumerate(plan.row_entry[: len(want)].tolist()):
             source, token = entry // (most * self.topk), entry // self.topk % most
             if source != rank:
@@ -148,7 +154,7 @@ DISPATCH = (
     Routing("many experts", (5,), None, 3, 3),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
-    Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (20, 12), programs=(2, 3)),
+    Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
     ),

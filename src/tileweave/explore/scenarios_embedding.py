@@ -111,7 +111,7 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 @lru_cache(maxsize=4096)
 def _ragged(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
     """This rank's tables, indices, offsets and weights, and its rows of the result."""
-    columns = []
+    columns, mine = [], ()
     for r in range(size):
         owned = [whole_numbers((ROWS, DIM), "table", r, t, seed).clone() for t in range(tables)]
         bags = bags_of(seed + 100 * r, owned, batch, seed % 4 >= 2)
@@ -225,5 +225,6 @@ EMBEDDING = (
     TableGradient("of one rank", 1, 2, "sm", first_only=True),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("ragged", (5,), 2, EmbeddingConfig(4, 1, 1, 1, 1, run=1), ragged=True),
+    EmbeddingBag("few samples", (0, 1), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

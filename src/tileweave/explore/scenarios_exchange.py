@@ -20,6 +20,7 @@ from tileweave.explore.scenarios import (
     instance_of,
     laid,
     operand,
+    placed,
     product,
     triton_config,
     whole_numbers,
@@ -78,11 +79,12 @@ class Exchanged:
         out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
+        x = placed(x, turn)
         if self.op == OUT:
-            run_out(x.clone(), w, None, out, exchange, world.ranks[rank].group, plan)
+            run_out(x, w, None, out, exchange, world.ranks[rank].group, plan)
         else:
             got = torch.full_like(exchanged, float("nan")) if self.kept else None
-            run_in(x.clone(), w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
+            run_in(x, w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
             if got is not None:
                 yield "exchanged", got, exchanged
         yield "out", out, want
@@ -128,7 +130,7 @@ _ALL = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1
 _QKV, _PROJECTION = Exchange(1, 0), Exchange(0, 1)
 
 SCENARIOS = (
-    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 16, 16)), _ALL, (1, 2, 3)),
+    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 17, 17)), _ALL, (1, 2, 3)),
     Exchanged("sm, cut", OUT, triton_config("sm", tile_k=8), ((16, 16, 48),), (_QKV,), (2, 3)),
     Exchanged(
         "library",
@@ -142,7 +144,7 @@ SCENARIOS = (
         "copy engine",
         OUT,
         triton_config("copy_engine"),
-        ((32, 24, 16), (17, 8, 16)),
+        ((32, 24, 16), (17, 9, 17)),
         _ALL,
         (1, 2, 3),
     ),
@@ -155,7 +157,7 @@ SCENARIOS = (
         (1, 2),
         captured=True,
     ),
-    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 12, 20)), _ALL, (1, 2, 3)),
+    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 17, 17)), _ALL, (1, 2, 3)),
     Exchanged(
         "library",
         IN,
@@ -165,7 +167,9 @@ SCENARIOS = (
         (1, 2, 3),
         kept=True,
     ),
-    Exchanged("copy engine", IN, triton_config("copy_engine"), ((32, 16, 16),), _ALL, (1, 2)),
+    Exchanged(
+        "copy engine", IN, triton_config("copy_engine"), ((32, 16, 16), (18, 17, 17)), _ALL, (1, 2)
+    ),
     Exchanged(
         "copy engine, kept",
         IN,

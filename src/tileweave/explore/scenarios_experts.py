@@ -113,7 +113,5 @@ EXPERT_SCENARIOS = (
         2,
         weighted=False,
     ),
-    Combine(
-        "uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(20, 12)
-    ),
+    Combine("uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(20, 9)),
 )

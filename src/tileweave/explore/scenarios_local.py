@@ -97,7 +97,8 @@ def lookup(world: World, rank: int, seed: int) -> Found:
 
     dims, batch, mean = ((8, 16), (4, 24), (5, 3))[seed % 3], 5, seed % 2 == 1
     tables = [whole_numbers((7 + t, dim), "table", t, seed).clone() for t, dim in enumerate(dims)]
-    bags = bags_of(seed, tables, batch, seed % 4 >= 2)
+    weighted = seed % 4 >= 2
+    bags = bags_of(seed, tables, batch, weighted, 4 if seed == 6 else 3)
     for table in tables:
         world.know(rank, "table", table)
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
@@ -123,6 +124,8 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
         draw.choice((17, 25, 33, 60))
     ]
     draw.shuffle(runs)
+    if seed in (2, 5):  # the last run is long and ends with a tile
+        runs = [9, 0, 3, 1, 0, 8 * seed + 3]
     indices = [row for row, run in enumerate(runs) for _ in range(run)]
     draw.shuffle(indices)
     half = draw.randrange(len(indices) + 1)  # the first table has these positions
@@ -190,13 +193,16 @@ def keys_of_ragged_bags(world: World, rank: int, seed: int) -> Found:
 
     tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], 1 + seed % 3
     indices, offsets, _ = bags_of(seed, tables, batch, False)
-    first = [0, 5, 11, 14]
+    # one table has more rows than 32 bits count
+    first = [0, 5, 11, 14] if seed < 4 else [0, 5, 2**31 + 5, 2**31 + 8]
+    if seed == 2:
+        indices, offsets = indices[:0], torch.zeros_like(offsets)
     want_keys, want_bags = keys_in_torch(
         tables, Lookups(indices, offsets, None, batch, False), first
     )
-    keys, bags = find_keys(indices, offsets, torch.tensor(first), 14, batch)
+    keys, bags = find_keys(indices, offsets, torch.tensor(first), first[-1], batch)
     yield "keys", keys.long(), want_keys
-    inside = want_keys < 14
+    inside = want_keys < first[-1]
     yield "bags", bags.long()[inside], want_bags[inside]
 
 
@@ -251,6 +257,8 @@ def expert_rows(world: World, rank: int, seed: int) -> Found:
     size, most, topk, experts = 3, 3 + seed % 2, 2, 2
     width = (8, 24, 5)[seed % 3]
     ids = _ids(most, topk, experts, size, seed)
+    if seed == 3:  # as many rows as there can be
+        ids = rank * experts + ids % experts
     plan = reference_plan(ids, rank, experts * size)
     rows, entries = int(plan.offsets[-1]), plan.row_entry
     tokens = [whole_numbers((most, width), "x", r, seed) for r in range(size)]
@@ -261,13 +269,13 @@ def expert_rows(world: World, rank: int, seed: int) -> Found:
     yield "rows", got[:rows], want
 
     offsets = plan.offsets.clone()
-    gradient = whole_numbers((experts, 13, 100), "experts", seed).clone()
+    gradient = whole_numbers((experts, 41, 25), "experts", seed).clone()
     empty = offsets[1:] == offsets[:-1]
     want = torch.where(empty[:, None, None], 0.0, gradient)
     kernels.zero_unused(gradient, offsets)
     yield "gradients of experts without rows", gradient, want
 
-    wide = 1030 if seed == 0 else width
+    wide = 1025 if seed == 0 else width
     y = whole_numbers((plan.bound, 2 * wide), "y", seed).clone()
     gate, up = y[:rows].chunk(2, 1)
     out = torch.full((plan.bound, wide), 7.0)
@@ -282,7 +290,7 @@ def expert_rows(world: World, rank: int, seed: int) -> Found:
     assert both.grad is not None, "backward made it"
     yield near("gradient of swiglu", out[:rows], both.grad)
     yield "rows past the last", out[rows:], torch.full((plan.bound - rows, 2 * wide), 7.0)
-    yield from _weighed(world, rank, seed, plan, 2060 if seed == 1 else width)
+    yield from _weighed(world, rank, seed, plan, 2049 if seed == 1 else width)
 
 
 def _weighed(world: World, rank: int, seed: int, plan, width: int) -> Found:
@@ -310,7 +318,7 @@ def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch, _launcher
 
-    rows, depth = ((3, 40), (2, 300), (4, 2200))[seed % 3]
+    rows, depth = ((3, 65), (2, 257), (4, 2049))[seed % 3]
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-14, 4, (rows, 1), generator=generator)
     x = (torch.randn(rows, depth, generator=generator) * scale).to(

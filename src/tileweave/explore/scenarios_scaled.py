@@ -80,6 +80,6 @@ SCENARIOS = (
         ((9, 16, 16), (5, 16, 32)),
         (1, 2, 3),
     ),
-    ScaledGather("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 16, 16)), (1, 2)),
-    ScaledGather("FP8, kernel, blocks", _KERNEL, ((16, 16, 160),), (1, 2), kind="block"),
+    ScaledGather("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 24, 16)), (1, 2)),
+    ScaledGather("FP8, kernel, blocks", _KERNEL, ((16, 24, 160),), (1, 2), kind="block"),
 )

@@ -208,6 +208,7 @@ def run(
         recording,
         drawn.multiprocessors,
         cell_bytes=4 if drawn.payload == "whole" else 2,
+        over_nodes=getattr(scenario, "over_nodes", False),
     )
     enter(world)
     failure = None

@@ -6,6 +6,7 @@ Face transformers.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,11 +14,24 @@ from typing import Any
 from torch import nn
 
 from tileweave.errors import InputError, require
+from tileweave.parallel.fused import (
+    FUSED,
+    GATE_UP,
+    INTERLEAVED,
+    FusedLayer,
+    class_path,
+    fused_layer,
+    refuse_fused,
+)
+from tileweave.parallel.styles import Colwise
+
+_LOG = logging.getLogger("tileweave")
 
 # Linear layers of one module: those that take its input, and the one that makes its output.
 NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),  # Llama, Mistral, Qwen, Gemma
     (("q_proj", "k_proj", "v_proj"), "out_proj"),  # OPT, BART, CLIP
+    (("query_key_value",), "dense"),  # GPT-NeoX
     (("wq", "wk", "wv"), "wo"),  # torchtitan, Meta's Llama
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -27,13 +41,19 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-# One linear layer that computes several of the above: an equal split would mix their features.
-FUSED = ("qkv_proj", "gate_up_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
 # Norms between the layers of an attention: each rank applies them to its own heads.
 OWN_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
 COLUMN, ROW = "colwise", "rowwise"
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
-WHOLE = ("colwise_gather_output", "colwise_rep", "replicate", "replicated")
+WHOLE = (
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicate",
+    "replicated",
+)
 SUMS = ("sequence_parallel", "replicated_with_grad_allreduce")
 
 
@@ -51,35 +71,75 @@ class Block:
         return {dot + name: COLUMN for name in self.columns} | {dot + self.row: ROW}
 
 
-def recognise(model: nn.Module) -> list[Block]:
-    """The attentions and MLPs of ``model`` whose linear layers have known names.
+def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer]]:
+    """The attentions and MLPs of ``model`` whose linear layers have known names; and fused layers.
 
-    Raises :class:`InputError` for a fused layer, and if there are none at all.
+    Raises :class:`InputError` for a fused layer that no rule splits, and if there is nothing at
+    all.
     """
-    found = []
+    found, fused = [], []
     for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if not _is_norm(child)}
         for name in sorted(children & set(FUSED)):
-            where = f"{path}.{name}" if path else name
-            require(
-                not isinstance(getattr(module, name), nn.Linear),
-                f"a plan for {where}, which computes several projections",
-                "one linear layer for each projection",
-                "split it into layers named as in Llama, or leave it whole with plan={...}",
-            )
+            if isinstance(getattr(module, name), nn.Linear):
+                fused.append(_split_or_refuse(model, path, name, size))
         for columns, row in NAMES:
-            if children.issuperset((*columns, row)):
+            if children.issuperset((*columns, row)) and not children.intersection(FUSED):
                 found.append(Block(path, columns, row))
                 break
+    known = (*NAMES[:5], ((GATE_UP[0],), GATE_UP[1]))
     require(
-        bool(found),
+        bool(found or fused),
         f'plan="auto" for {type(model).__name__}',
         "a model whose linear layers are named "
-        + ", ".join(f"{'/'.join(columns)}/{row}" for columns, row in NAMES[:5])
+        + ", ".join(f"{'/'.join(columns)}/{row}" for columns, row in known)
         + ", or one with a plan of transformers",
         'pass plan={"pattern": "colwise" or "rowwise", ...}',
     )
-    return found
+    return found, fused
+
+
+def _split_or_refuse(model: nn.Module, path: str, name: str, size: int) -> FusedLayer:
+    layer = fused_layer(model, path, name, size)
+    if isinstance(layer, str):
+        refuse_fused(f"{path}.{name}" if path else name, layer)
+    assert isinstance(layer, FusedLayer), "refused above"
+    return layer
+
+
+def split_fused(
+    model: nn.Module, styles: dict[str, Any], size: int, given: dict[str, Any] | None
+) -> list[FusedLayer]:
+    """The fused layers among ``styles``, which are taken out of it, and those that stay whole in
+    the plan ``given`` of transformers, if it is one.
+
+    A user's plan is refused where it has a fused layer that no rule splits. transformers' own plan
+    is taken as it is: it may know that heads are interleaved.
+    """
+    fused = []
+    for path, style in list(styles.items()):
+        parent, _, name = path.rpartition(".")
+        interleaved = class_path(model.get_submodule(parent)) in INTERLEAVED
+        if name not in FUSED or interleaved or given is not None:
+            continue
+        if style == COLUMN:
+            fused.append(_split_or_refuse(model, parent, name, size))
+            del styles[path]
+        elif isinstance(style, Colwise) and style.parts is None:
+            refuse_fused(path, "this style has no parts")
+    if given is None:
+        return fused
+    whole = matched(model, {p: s for p, s in given.items() if s in WHOLE})
+    for path in whole:
+        parent, _, name = path.rpartition(".")
+        if name not in FUSED:
+            continue
+        layer = fused_layer(model, parent, name, size)
+        if isinstance(layer, FusedLayer):
+            fused.append(layer)
+        else:
+            _LOG.warning("%s stays whole on every rank: %s", path, layer)
+    return fused
 
 
 def _is_norm(module: nn.Module) -> bool:

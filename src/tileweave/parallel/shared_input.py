@@ -64,7 +64,7 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
     """Let the column-parallel layers of these names share the input of ``module``."""
     layers: list[SharedColumn] = []
     for name in names:
-        layer: Any = getattr(module, name)
+        layer: Any = module.get_submodule(name)
         layer.__class__ = SharedColumn
         layer.given, layer.path = None, f"{path}.{name}" if path else name
         layer.train_in_fp8(layer.fp8)

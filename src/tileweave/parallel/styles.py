@@ -17,12 +17,16 @@ style                      all-reduce form                     sequence-parallel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tileweave.nn.replicated import replicate
+from tileweave.parallel.fused import SplitLinear, check_parts
 
 
 class Colwise(ParallelStyle):
@@ -38,6 +42,13 @@ class Colwise(ParallelStyle):
     fp8 : str, optional
         The recipe of FP8 training, as of the layer.
 
+    parts : mapping of str to int, optional
+        For a layer that computes several projections, such as q, k and v: the output features of
+        each by name, in their order. The layer becomes one with a linear layer for each, and the
+        output has this rank's share of each. The module that calls it must take the numbers of
+        heads and features from shapes. One part: an equal split of the output is right, as where
+        the q, k and v of a head are next to each other.
+
     Raises
     ------
     InputError
@@ -45,11 +56,27 @@ class Colwise(ParallelStyle):
         size.
     """
 
-    def __init__(self, *, sequence_dim: int | None = None, fp8: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int | None = None,
+        fp8: str | None = None,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
-        self.sequence_dim, self.fp8 = sequence_dim, fp8
+        self.sequence_dim, self.fp8, self.parts = sequence_dim, fp8, parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.parts is not None and len(self.parts) > 1:
+            check_parts("a layer with parts", module, self.parts, device_mesh.size())
+            linear: Any = module
+            module = SplitLinear(linear, self.parts)
+            for part in module.children():
+                self._shard(part, device_mesh)
+            return module
+        return self._shard(module, device_mesh)
+
+    def _shard(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         gather, dim = self.sequence_dim is not None, self.sequence_dim or 0
         options = {"gather": gather, "dim": dim, "save_gathered": False}
         source = self.src_data_rank
@@ -57,7 +84,8 @@ class Colwise(ParallelStyle):
         return made.train_in_fp8(self.fp8)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+        parts = "" if self.parts is None else f", parts={dict(self.parts)}"
+        return f"{type(self).__name__}(sequence_dim={self.sequence_dim}{parts})"
 
 
 class Rowwise(ParallelStyle):

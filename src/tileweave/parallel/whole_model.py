@@ -16,6 +16,7 @@ from tileweave.nn.replicated import replicate
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.parallel.fused import INTERLEAVED, FusedLayer, check_parts, class_path, split
 from tileweave.parallel.plans import (
     COLUMN,
     OWN_HEADS,
@@ -27,6 +28,7 @@ from tileweave.parallel.plans import (
     matched,
     of_transformers,
     recognise,
+    split_fused,
 )
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
@@ -53,7 +55,10 @@ def parallelize(
     ``torch.compile(fullgraph=True)``.
 
     Layers that take the input of one attention or MLP (q, k, v; gate, up) share one gather, or one
-    sum of gradients.
+    sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
+    ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
+    features one by one (transformers' Phi-3 and GLM, any gated MLP that passes a trial); others are
+    refused, or take ``Colwise(parts=...)``.
 
     Parameters
     ----------
@@ -103,9 +108,16 @@ def parallelize(
     name = name_of(flat)
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
-    styles, blocks = _styles(model, plan)
+    size = dist.get_world_size(group_of(name))
+    styles, blocks, fused = _styles(model, plan, size)
     at = sequence_dim if sequence_parallel else None
-    _check(model, styles, blocks, dist.get_world_size(group_of(name)))
+    _check(model, styles, [*blocks, *(Block(f.path, (f.name,), f.row) for f in fused)], size)
+    for layer in fused:
+        _check_fused(model, layer, size)
+    for layer in fused:
+        split(model, layer, size)
+        blocks.append(Block(layer.path, layer.columns, layer.row))
+        styles.update(blocks[-1].paths())
     over = mesh_of(flat, device)
     for path, style in styles.items():
         made = _style(style, at)
@@ -132,16 +144,20 @@ def _one_dimension(mesh: Group | None) -> Group | None:
     return mesh
 
 
-def _styles(model: nn.Module, plan: str | Styles) -> tuple[Styles, list[Block]]:
-    """The style of each module by path, and the modules whose layers share their input."""
+def _styles(
+    model: nn.Module, plan: str | Styles, size: int
+) -> tuple[Styles, list[Block], list[FusedLayer]]:
+    """The style of each module by path, the modules whose layers share their input, and the layers
+    that are to be split before."""
     if isinstance(plan, dict):
         styles = matched(model, plan)
-        return styles, blocks_of(styles)
+        fused = split_fused(model, styles, size, None)
+        return styles, blocks_of(styles), fused
     require(plan == "auto", f"plan={plan!r}", '"auto" or a dict', "pass one of them")
     given = of_transformers(model)
     if given is None:
-        blocks = recognise(model)
-        return {path: kind for b in blocks for path, kind in b.paths().items()}, blocks
+        blocks, fused = recognise(model, size)
+        return {path: kind for b in blocks for path, kind in b.paths().items()}, blocks, fused
     known = (COLUMN, ROW, *SUMS, *WHOLE)
     for pattern, style in given.items():
         require(
@@ -151,7 +167,8 @@ def _styles(model: nn.Module, plan: str | Styles) -> tuple[Styles, list[Block]]:
             "pass plan={...} without it, or load with tileweave.integrations.transformers",
         )
     styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE})
-    return styles, blocks_of(styles)
+    fused = split_fused(model, styles, size, given)
+    return styles, blocks_of(styles), fused
 
 
 def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyle:
@@ -164,9 +181,14 @@ def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyl
     return SequenceParallel()
 
 
+def _uses(model: nn.Module) -> Counter[Any]:
+    """How many modules have each parameter."""
+    return Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
 def _check(model: nn.Module, styles: Styles, blocks: list[Block], size: int) -> None:
     """Raise for what the plan cannot do, before anything is changed."""
-    uses = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    uses = _uses(model)
     for path, style in styles.items():
         module: Any = model.get_submodule(path)
         if isinstance(style, str):
@@ -175,13 +197,16 @@ def _check(model: nn.Module, styles: Styles, blocks: list[Block], size: int) -> 
         kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
         if style == ROW or isinstance(style, Rowwise):
             kinds = ("in_features",)
+        if isinstance(style, Colwise) and style.parts is not None:
+            check_parts(path, module, style.parts, size)
         for features in kinds:
             require(
                 type(module) is nn.Linear,
                 f"{path}, a {type(module).__name__}",
                 "torch.nn.Linear itself: a subclass may compute something else, as quantised ones "
                 "do",
-                "parallelize before that module is replaced, or pass a plan without it",
+                "parallelize before that module is replaced, put an nn.Linear with the same result "
+                "in its place, or pass a plan without it",
             )
             require(
                 uses[module.weight] == 1,
@@ -199,8 +224,27 @@ def _check(model: nn.Module, styles: Styles, blocks: list[Block], size: int) -> 
         _check_block(model.get_submodule(block.path), block, size)
 
 
+def _check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
+    module: Any = model.get_submodule(layer.path)
+    paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
+    uses = _uses(model)
+    for path in paths:
+        linear: Any = model.get_submodule(path)
+        require(
+            type(linear) is nn.Linear and uses[linear.weight] == 1,
+            f"{path}, a {type(linear).__name__}",
+            "torch.nn.Linear itself, with a weight of its own",
+            "parallelize before that module is replaced, put an nn.Linear with the same result in "
+            "its place, or pass a plan without it",
+        )
+    head = getattr(module, "head_dim", 1)
+    check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)
+
+
 def _check_block(module: nn.Module, block: Block, size: int) -> None:
-    head = getattr(module, "head_dim", None)
+    head = getattr(module, "head_dim", getattr(module, "head_size", None))
+    if class_path(module) in INTERLEAVED:
+        head = 3 * head if head else None
     for name in block.columns:
         features = getattr(module, name).out_features
         require(

@@ -267,7 +267,7 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     return _planned(config, f"{reason}; unfused {unfused.expected_us:.1f}", found)
 
 
-_ACROSS_NODES: tuple[str, ...] = ()
+_ACROSS_NODES = ("all_gather_matmul",)
 _NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)

@@ -140,6 +140,20 @@ class Ledger:
         # peers may have compared it before
         self._compared = {r: min(done, number - 1) for r, done in self._compared.items()}
 
+    @property
+    def entry(self) -> int:
+        """The entry of the last call; 0 if it was not recorded. For peers that cannot read it."""
+        return self._pages[self._rank][self.calls % PLACES] if self._pages else 0
+
+    def hear(self, entries: Mapping[int, int]) -> bool:
+        """Take down the entries of ranks that share no memory with this one, by rank. Whether they
+        are that of the last call here."""
+        own = self.entry
+        for rank, entry in entries.items():
+            if rank in self._pages and entry:
+                self._pages[rank][entry % PLACES] = entry
+        return all(entry == own for entry in entries.values())
+
     def compare(self, op: str) -> None:
         """Compare what peers have recorded for the calls that this rank has made."""
         for peer, page in self._peers:

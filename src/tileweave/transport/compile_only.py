@@ -14,7 +14,7 @@ import torch
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.topology import Topology
-from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 
@@ -46,6 +46,7 @@ class CompileOnlyTransport:
         queue: int = 0,
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
+        sending: Sending | None = None,
     ) -> None:
         if launch is not None:
             launch()

@@ -1,7 +1,7 @@
 """Symmetric memory without GPUs: host memory that the ranks of a node share (``host_memory.py``).
 
 The copy engine is a thread. It does all copies one after another, in the order of their list,
-whatever their lanes and queues.
+whatever their lanes and queues. Another thread exchanges with other nodes (``rail.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tileweave.planning.machine import CPU
 from tileweave.planning.topology import Topology
 from tileweave.transport.host_memory import share
-from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
+from tileweave.transport.rail import GlooRail
 from tileweave.transport.rendezvous import Texts
 
 
@@ -35,7 +36,10 @@ class CpuTransport:
         self.topology = topology or Topology.one_node(self.world_size)
         self._near = self.topology.near(self.rank)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
+        self._crosser = ThreadPoolExecutor(1, thread_name_prefix="tileweave-rail")
         self._pushed: Future[None] | None = None
+        self._crossed: Future[None] | None = None
+        self._rail: GlooRail | None = None
         self.watch: Watcher | None = None
         self._closed = threading.Event()
         self._texts = Texts(group)
@@ -43,6 +47,8 @@ class CpuTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         # a block is unmapped with its last tensor: nothing else keeps memory that was outgrown
         shared = self.share(nbytes)
+        if self._rail is None and self.topology.nodes > 1 and self.topology.per_node:
+            self._rail = GlooRail(self.group, self.topology, self._texts.number)  # all are here
         views = {r: torch.frombuffer(m, dtype=torch.uint8) for r, m in shared.items()}
         addresses = [views[r].data_ptr() if r in views else 0 for r in range(self.world_size)]
         return SymmetricBuffer(views[self.rank], tuple(addresses), views)
@@ -63,10 +69,15 @@ class CpuTransport:
         queue: int = 0,
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
+        sending: Sending | None = None,
     ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         launched = False
         try:
+            if sending is not None:
+                assert self._rail is not None, "allocate() comes before a crossing"
+                gone = lambda: abandoned.is_set() or self._closed.is_set()  # noqa: E731
+                self._crossed = self._crosser.submit(self._rail.exchange, sending, gone)
             self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)
             if launch is not None:
                 # after the copies: an interpreted launch returns when the kernel has ended
@@ -89,9 +100,11 @@ class CpuTransport:
             self.watch(copies, begin, time.perf_counter_ns())
 
     def join(self, queue: int = 0) -> None:
-        if self._pushed is not None:
-            self._pushed.result()
-            self._pushed = None
+        pushed, crossed = self._pushed, self._crossed
+        self._pushed = self._crossed = None
+        for work in (pushed, crossed):
+            if work is not None:
+                work.result()
 
     def order(self) -> None:
         """Calls on the CPU are synchronous, so they are in order already."""
@@ -105,4 +118,6 @@ class CpuTransport:
     def close(self) -> None:
         self._closed.set()  # Ctrl-C may have come where no push knows of its copies
         self._engine.shutdown(wait=True)
+        self._crosser.shutdown(wait=True)
+        self._rail = None
         self._texts.close()

@@ -22,7 +22,7 @@ from tileweave.planning.machine import Machine
 from tileweave.planning.topology import Topology
 from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
-from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
 from tileweave.transport.workspace import kernels_allowed
@@ -200,7 +200,9 @@ class CudaTransport:
         queue: int = 0,
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
+        sending: Sending | None = None,
     ) -> None:
+        assert sending is None, "no plan takes the path between nodes on GPUs"
         while len(self._engines) <= queue:
             self._engines.append(CopyEngine(self.device))
         self._engines[queue].push(copies, source, launch, capturing)

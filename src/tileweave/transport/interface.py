@@ -96,6 +96,38 @@ class Copies(tuple[Copy, ...]):
         return any(copy.rows > 1 for copy in self)
 
 
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What calls of one shape exchange with the ranks of their rail, chunk by chunk.
+
+    chunks : bytes [begin, end) of each chunk that is sent; one of the same size arrives from each
+        other rank of the rail.
+    targets : for each chunk, where it arrives in memory of this rank (uint8), by rank of the rail
+        without this one.
+    arrived : for each chunk, copies of words in memory of this rank that announce it.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    targets: tuple[tuple[torch.Tensor, ...], ...]
+    arrived: tuple[tuple[Copy, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """The crossing of one call.
+
+    data : uint8, contiguous: what chunks are parts of.
+    call : a number for this call; ranks of a rail exchange theirs first.
+    agrees : ``agrees(calls)``, with the numbers of the other ranks by rank: whether they make the
+        same call. If not, nothing more is exchanged.
+    """
+
+    crossing: Crossing
+    data: torch.Tensor
+    call: int
+    agrees: Callable[[Mapping[int, int]], bool]
+
+
 Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
@@ -137,6 +169,7 @@ class Transport(Protocol):
         queue: int = 0,
         launch: Callable[[], None] | None = None,
         capturing: bool | None = None,
+        sending: Sending | None = None,
     ) -> None:
         """Queue ``copies`` on copy engines, after the work queued so far and concurrently with the
         work queued later.
@@ -149,11 +182,14 @@ class Transport(Protocol):
         launch : queues a kernel that runs concurrently with the copies and whose counters they may
             wait for. If it raises, no copy waits.
         capturing: whether the current stream is being captured into a CUDA graph; None: ask.
+        sending : what is exchanged with other nodes concurrently. ``copies`` may wait for the words
+            that announce chunks.
         """
         ...
 
     def join(self, queue: int = 0) -> None:
-        """Order the work queued later after the last :meth:`push` of ``queue``."""
+        """Order the work queued later after the last :meth:`push` of ``queue``, and after what it
+        sent to other nodes."""
         ...
 
     def order(self) -> torch.cuda.Stream | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tileweave.planning.topology import Topology
 from tileweave.transport.rendezvous import NODES, meet, require_alike
+from tileweave.transport.workspace import REGISTRY
 
 HOST_ID = "NCCL_HOSTID"
 _FIRST = "the first call of a group"
@@ -53,19 +54,21 @@ def _process_namespace() -> str:
 
 
 def agree_on_topology(group: dist.ProcessGroup) -> Topology:
-    """The topology of ``group``. Collective before the first call of the group, free after it.
+    """The topology of ``group``. Collective before the first call of the group, free after it
+    until the group is closed.
 
     Raises
     ------
     PeerTimeout
         A rank does not come in time.
     """
-    found = _FOUND.get(group)
-    if found is None:
+    agreed = REGISTRY.agreed(group.group_name)
+    if NODES not in agreed or group not in _FOUND:
         texts = meet(f"{NODES}|{host_identity()}", group, _FIRST)[1]
         require_alike(texts)
-        found = _FOUND[group] = Topology.of_hosts([text.partition("|")[2] for text in texts])
-    return found
+        _FOUND[group] = Topology.of_hosts([text.partition("|")[2] for text in texts])
+        agreed.add(NODES)
+    return _FOUND[group]
 
 
 def known_topology(group: dist.ProcessGroup) -> Topology:

@@ -447,6 +447,7 @@ class Registry:
         self._accepted: dict[tuple[str, torch.device], BoundedCache] = {}
         # calls that broke off: whether this rank gave them up for its peers
         self._broken: dict[tuple[str, torch.device], list[bool]] = {}
+        self._agreed: dict[str, set[str]] = {}
         # the workspaces and groups of the parent, in a forked process
         self._of_parent: list[
             tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]
@@ -483,6 +484,14 @@ class Registry:
         us, to ``resolve`` the name 0.4 us."""
         if self.known(group_name) is None:
             self.belongs(group_name, resolve(group_name))
+
+    def agreed(self, group_name: str) -> set[str]:
+        """On what the ranks of the group have agreed since it was closed.
+
+        A rank may have given up a meeting in which its peers agreed. It meets them again only if
+        all ask again, as they do after they have closed the group.
+        """
+        return self._agreed.setdefault(group_name, set())
 
     def known(self, group_name: str) -> Any:
         """The group of this name, if it was looked up before and still exists. This rank is in
@@ -581,8 +590,9 @@ class Registry:
             del self._broken[key]
         for key in [k for k in self._accepted if group_name in (None, k[0])]:
             del self._accepted[key]
-        for name in [name for name in self._groups if group_name in (None, name)]:
-            del self._groups[name]
+        for names in (self._agreed, self._groups):
+            for name in [name for name in names if group_name in (None, name)]:
+                del names[name]
 
     def check(self, group_name: str | None = None) -> None:
         for key, workspace in self._workspaces.items():

@@ -73,7 +73,8 @@ def take_marked(
         if missing > 1:
             total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
         if missing > 0:
-            late = first_peer
+            # if all have come by now
+            late = first_peer + (first_peer >= skip).to(gl.int32)
             for i in gl.static_range(COUNT):
                 bits = gl.load(pointers + i * stride, mask=mask, other=MINUS_ZERO, volatile=True)
                 if gl.max(gl.max(gl.where(bits == 0, 1, 0), axis=1), axis=0) > 0:

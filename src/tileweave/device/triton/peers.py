@@ -142,8 +142,16 @@ def await_all(peers, rank, epoch, unit, WORLD_SIZE: tl.constexpr):
 @triton.jit
 def meet(peers, rank, epoch, unit, WORLD_SIZE: tl.constexpr):
     """Tell every rank that this one has come, and wait until all have; see ``meet.meet``."""
-    come(peers, rank, epoch, WORLD_SIZE)
-    await_all(peers, rank, epoch, unit, WORLD_SIZE)
+    meeting.meet(
+        peers.signal_table,
+        peers.signals,
+        rank,
+        epoch,
+        unit,
+        peers.control,
+        peers.report,
+        WORLD_SIZE,
+    )
 
 
 @triton.jit

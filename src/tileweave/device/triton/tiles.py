@@ -263,7 +263,7 @@ def part_range(share, tile):
     return owner, helpers
 
 
-SOURCES = (place, place_in_nodes, place_out, segment, share_of, unit_range, part_range)
+SOURCES = (place, place_out, segment, share_of, unit_range, part_range)
 
 place = triton.jit(place)
 place_in_nodes = triton.jit(place_in_nodes)

@@ -52,6 +52,9 @@ FP8 operands (``SCALED``, copy engines only): x, slot and w have one byte per el
 Limits: x contiguous along K, w along K or, unless FP8, along N (``DEPTH_FIRST``); sums in fp32; the
 partial tiles of a cut tile are added in a fixed order.
 
+Ranks on several nodes (``PER_NODE``): ``ops/matmul/gather_over_nodes.py`` has what differs; tiles
+wait for chunks of shards, and program 0 meets the ranks of its node.
+
 Sources: FLUX (arXiv 2406.06858) for waits and order by tiles; stream-K (arXiv 2301.03598) for the
 last wave.
 """
@@ -74,9 +77,8 @@ from tileweave.device.triton.peers import (
     load_epoch,
     meet,
     notify_all,
-    wait,
 )
-from tileweave.device.triton.remote import get, put_all
+from tileweave.device.triton.remote import put_all
 from tileweave.device.triton.signal import MAX_SLICES, consume_token, count_in
 from tileweave.device.triton.tiles import (
     Tiles,
@@ -89,6 +91,7 @@ from tileweave.device.triton.tiles import (
     unit_range,
 )
 from tileweave.device.triton.trace import label, stamp
+from tileweave.kernels.all_gather.arrivals import copy_gathered, wait_sources
 from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Call, Launcher
@@ -222,24 +225,6 @@ def push_shard(
 
 
 @triton.jit
-def wait_sources(peers, unit, rows, chunk_rows, rank, epoch, C: tl.constexpr):
-    """Wait for every shard that a tile's rows are in and that is not read from x; where ranks are
-    on several nodes, for the chunk of the shard.
-
-    Returns a token for ``consume_token``.
-    """
-    token = tl.cast(0, tl.int32)
-    last_row = tl.minimum(unit.first_row + C.TILE_M, unit.row_limit) - 1
-    for source in range(unit.first_row // rows, last_row // rows + 1):
-        if C.SPANS or source != rank:
-            signal = source * MAX_SLICES
-            if C.PER_NODE:  # chunks have whole tiles
-                signal += (unit.first_row - source * rows) // chunk_rows
-            token = wait(peers, signal, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
-    return token
-
-
-@triton.jit
 def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
     """Pointers to a tile's rows: in ``x``, rows ``pitch`` apart, for the own shard, else in the
     slot. Rows past the limit repeat the last."""
@@ -299,32 +284,6 @@ def multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C: tl.constexpr):
             C.EVEN_K,
             DEPTH_FIRST=C.DEPTH_FIRST,
             PROMOTE=C.PROMOTE,
-        )
-
-
-@triton.jit
-def copy_gathered(
-    x, slot, gathered, peers, rank, sizes, num_chunks, program, epoch, C: tl.constexpr
-):
-    """Return the gathered input: each program copies its part of every shard, locally."""
-    size = sizes.rows * sizes.depth
-    begin = program * sizes.copy_size
-    end = tl.minimum(begin + sizes.copy_size, size)
-    get(gathered + rank.to(tl.int64) * size, x, begin, end, C.PUSH_BLOCK)
-    for step in range(1, C.WORLD_SIZE):
-        source = (rank + C.WORLD_SIZE - step) % C.WORLD_SIZE
-        if C.PER_NODE:
-            for chunk in range(num_chunks):
-                wait(peers, source * MAX_SLICES + chunk, epoch, EXACT=True)
-        else:
-            wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
-        place = source if C.SPANS else step - 1
-        get(
-            gathered + source.to(tl.int64) * size,
-            slot + place.to(tl.int64) * size,
-            begin,
-            end,
-            C.PUSH_BLOCK,
         )
 
 

@@ -31,8 +31,8 @@ from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
 from tileweave.transport.call_ledger import NBYTES
-from tileweave.transport.interface import Copies, Transport
-from tileweave.transport.nodes import known_topology
+from tileweave.transport.interface import Copies, Sending, Transport
+from tileweave.transport.nodes import agree_on_topology
 from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 # A process group, its name, or a DeviceMesh of one dimension.
@@ -337,17 +337,24 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
 
     def make() -> Transport:
         group = group_of(name)
+        ranks = agree_on_topology(group)
         if device.type == "cuda":
             from tileweave.transport.cuda import CudaTransport
 
-            return CudaTransport(group, device, known_topology(group))
+            return CudaTransport(group, device, ranks)
         from tileweave.transport.cpu import CpuTransport
 
-        return CpuTransport(group, known_topology(group))
+        return CpuTransport(group, ranks)
 
     workspace = REGISTRY.get(name, device, make)
     if not workspace.ledger.opened:
-        workspace.ledger.open(workspace.transport.share(NBYTES), workspace.transport.rank)
+        transport = workspace.transport
+        pages: dict[int, Any] = {**transport.share(NBYTES)}
+        if pages and transport.topology.nodes > 1 and transport.topology.per_node:
+            # of ranks that tell their calls: the others of the rail
+            far = set(transport.topology.rail(transport.rank)) - set(pages)
+            pages |= {rank: bytearray(NBYTES) for rank in far}
+        workspace.ledger.open(pages, transport.rank)
         REGISTRY.opened(name, device)
     return workspace
 
@@ -390,15 +397,24 @@ def copy_slot(instance: Instance) -> int:
 
 
 def push_with_launch(
-    instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool
+    instance: Instance,
+    launch: Callable[[], None],
+    copies: Copies,
+    given: int,
+    capturing: bool,
+    sending: Sending | None = None,
 ) -> None:
     """Launch a kernel, and push ``copies`` concurrently.
 
-    ``given`` is the address of the tensor that copies read; ``capturing``: into a CUDA graph.
+    ``given`` is the address of the tensor that copies read; ``capturing``: into a CUDA graph;
+    ``sending``: what is exchanged with other nodes.
     """
     transport, launched = instance.transport, False
     try:
-        transport.push(copies, given, 0, launch, capturing)
+        if sending is None:
+            transport.push(copies, given, 0, launch, capturing)
+        else:
+            transport.push(copies, given, 0, launch, capturing, sending)
         instance.calls += 1
         CALL.posted = False  # the call has been made
         launched = not instance.interpreted
@@ -406,7 +422,7 @@ def push_with_launch(
         # On a GPU the kernel ends after the copies: it waits for the signal that follows the last
         # of them. To wait for an event as well would cost the host 5 us. A capture must join every
         # stream that it forked.
-        if capturing or not launched:
+        if capturing or not launched or sending is not None:
             transport.join()
         instance.launched()
 

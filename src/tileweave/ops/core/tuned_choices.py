@@ -29,7 +29,7 @@ from tileweave.planning import cache, choices
 from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.transport.rendezvous import TUNED, meet, require_alike
-from tileweave.transport.workspace import kernels_allowed
+from tileweave.transport.workspace import REGISTRY, kernels_allowed
 
 _LOG = logging.getLogger("tileweave")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -139,7 +139,7 @@ def add(device: torch.device, world_size: int, measured: Iterable[Measurement]) 
 def agree(group: dist.ProcessGroup, device: torch.device) -> str:
     """Why every call of ``group`` runs unfused; "" if that depends on the call.
 
-    Collective before the first call of a group, free after it.
+    Collective before the first call of a group, free after it until the group is closed.
 
     Raises
     ------
@@ -148,14 +148,15 @@ def agree(group: dist.ProcessGroup, device: torch.device) -> str:
     PeerTimeout
         A rank does not come in time.
     """
-    found = _MET.get(group)
-    if found is not None:
-        return found
+    agreed = REGISTRY.agreed(group.group_name)
+    if TUNED in agreed and group in _MET:
+        return _MET[group]
     size = dist.get_world_size(group)
     if not may_fuse(device, size):
         return ""
-    found = _MET[group] = _meet(group, device, size)
-    return found
+    _MET[group] = _meet(group, device, size)
+    agreed.add(TUNED)
+    return _MET[group]
 
 
 def may_fuse(device: torch.device, world_size: int) -> bool:

@@ -18,12 +18,17 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
+from tileweave.ops.matmul.gather_over_nodes import (
+    counters_over_nodes,
+    parts_over_nodes,
+    push_over_nodes,
+)
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.interface import Copies, Copy, Transport
+from tileweave.transport.interface import Copies, Copy, Crossing, Sending, Transport
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
@@ -75,6 +80,13 @@ def run_fused(
         slot = copy_slot(instance)
         kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
         push_with_launch(instance, kernel, call.copies[slot], source, capturing)
+        return out
+    if config.transport == "nodes":
+        slot, ledger = copy_slot(instance), instance.ledger
+        kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
+        data = x.view(-1).view(torch.uint8)
+        sending = Sending(call.crossings[slot], data, ledger.entry, ledger.hear)
+        push_with_launch(instance, kernel, call.copies[slot], source, capturing, sending)
         return out
     try:
         launch(x, w, bias, out, gathered, 0, trace)
@@ -214,6 +226,7 @@ class _FusedCall:
     parts: Parts
     config: MatmulConfig
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
+    crossings: tuple[Crossing, ...]  # of a call over several nodes, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaled: _Scaled | None = None
     # per slot, of all ranks: [R, those of a shard]; then where copy engines read the own ones
@@ -283,8 +296,12 @@ def _fused_call(
         )
         data_bytes = -(-slot_rows * parts.depth * x.element_size() // 16) * 16
         more = 0 if scaled is None else parts.world_size * scaled.nbytes
-        instance.reserve(data_bytes + more, schedule.num_segments * schedule.num_programs + 1)
-        copies, scales = (), ()
+        gate = schedule.num_segments * schedule.num_programs
+        counters, ranks = gate + 1, transport.topology
+        if config.transport == "nodes":
+            counters += counters_over_nodes(ranks, parts.chunks)
+        instance.reserve(data_bytes + more, counters)
+        copies, crossings, scales = (), (), ()
         if scaled is not None:
             scales = tuple(
                 instance.slots[begin + data_bytes : begin + data_bytes + more]
@@ -295,13 +312,12 @@ def _fused_call(
             with torch.inference_mode(False):  # later calls write to it
                 scales += (torch.empty(scaled.shape, dtype=torch.float32, device=x.device),)
         if config.transport == "copy_engine":
-            gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
             nbytes = 0 if scaled is None else scaled.nbytes
             own = scales[-1].data_ptr() if scales else 0
             copies = tuple(
                 _copies(
                     instance,
-                    gate,
+                    instance.counters.data_ptr() + 4 * gate,
                     schedule.rows,
                     parts,
                     x.element_size(),
@@ -310,8 +326,18 @@ def _fused_call(
                 )
                 for slot, begin in ((0, data_bytes), (1, instance.slot_bytes + data_bytes))
             )
+        if config.transport == "nodes":
+            copies, crossings = zip(
+                *(
+                    push_over_nodes(instance, gate, schedule, parts, x.element_size(), slot)
+                    for slot in (0, 1)
+                ),
+                strict=True,
+            )
         peers = endpoint(instance, x.dtype)
-        call = _FusedCall(instance, peers, schedule, parts, config, copies, {}, scaled, scales)
+        call = _FusedCall(
+            instance, peers, schedule, parts, config, copies, crossings, {}, scaled, scales
+        )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
@@ -325,11 +351,13 @@ def _cut(
 ) -> tuple[TileSchedule, Parts]:
     """The schedule of tiles, and the layout of the parts of x."""
     rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
-    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
+    ranks, depth = transport.topology, x.shape[1]
+    problem = Problem(size, x.shape[0], w.shape[0], depth, itemsize, "", ranks.nodes)
     if how is None:
-        return schedule_for(problem, config, rank, transport.machine), Parts(
-            rank, size, x.shape[1], x.shape[1]
-        )
+        schedule = schedule_for(problem, config, rank, transport.machine)
+        if config.transport == "nodes":
+            return schedule, parts_over_nodes(schedule, config, ranks, depth)
+        return schedule, Parts(rank, size, depth, depth)
     return exchange_schedule_for(problem, config, how, rank, transport.machine)
 
 

@@ -1,0 +1,263 @@
+"""Linear layers that compute several projections: ``qkv_proj``, ``gate_up_proj``.
+
+Their output features are those of the projections, one after the other, so an equal split would mix
+them. Such a layer becomes a :class:`SplitLinear`, a linear layer for each projection, and each of
+them is sharded. The module that calls it must take its share of every projection: an MLP is tried
+(:func:`splits_by_feature`), attentions are known (:data:`ATTENTIONS`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tileweave.errors import InputError, require
+from tileweave.nn.shards import is_dtensor
+
+# Attentions whose forward takes the numbers of heads from ``config`` and ``num_key_value_heads``.
+ATTENTIONS = (
+    "transformers.models.phi3.modeling_phi3.Phi3Attention",
+    "transformers.models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAttention",
+)
+# Attentions whose fused layer has the q, k and v of a head next to each other: an equal split gives
+# whole heads, and the forward takes their number from the shape.
+INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
+# Linear layers that compute several projections: an equal split would mix their features.
+FUSED = ("qkv_proj", "gate_up_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+GATE_UP = ("gate_up_proj", "down_proj")
+QKV = ("qkv_proj", "o_proj")
+
+
+class SplitLinear(nn.Module):
+    """Linear layers with one input, whose outputs are concatenated: in place of a fused one.
+
+    ``load_state_dict`` also takes the parameters of the fused layer. Its own state_dict has those
+    of the projections: see :func:`tileweave.parallel.join_projections`.
+
+    Parameters
+    ----------
+    fused : nn.Linear
+        Its parameters are taken.
+
+    sizes : mapping of str to int
+        The output features of each projection, by name, in their order in ``fused``.
+    """
+
+    def __init__(self, fused: nn.Linear, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.names = tuple(sizes)
+        self.in_features, self.out_features = fused.in_features, fused.out_features
+        biases: Any = [None] * len(sizes)
+        if fused.bias is not None:
+            biases = fused.bias.detach().split(list(sizes.values()))
+        weights = fused.weight.detach().split(list(sizes.values()))
+        for name, weight, bias in zip(self.names, weights, biases, strict=True):
+            layer = nn.Linear(fused.in_features, weight.shape[0], False, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=fused.weight.requires_grad)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias, requires_grad=fused.bias.requires_grad)
+            self.add_module(name, layer)
+        self.train(fused.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.cat([getattr(self, name)(input) for name in self.names], dim=-1)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        for kind in ("weight", "bias"):
+            whole = state_dict.pop(prefix + kind, None)
+            if whole is None:
+                continue
+            sizes = [getattr(self, name).out_features for name in self.names]
+            require(
+                whole.shape[0] == sum(sizes),
+                f"{prefix}{kind} with {whole.shape[0]} rows",
+                f"{sum(sizes)}: {', '.join(self.names)} have {sizes}",
+                "pass the parameters of the whole layer",
+            )
+            if is_dtensor(whole):
+                whole = whole.full_tensor()
+            for name, part in zip(self.names, whole.split(sizes), strict=True):
+                state_dict[f"{prefix}{name}.{kind}"] = part
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
+
+
+def join_projections(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with the names and tensors of the model before ``parallelize``.
+
+    Layers such as ``qkv_proj`` and ``gate_up_proj`` become a layer for each projection. Their
+    parameters are put together again, for a checkpoint that other programs load.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A model after :func:`tileweave.parallelize`.
+
+    state_dict : dict
+        Its state, of whole tensors, as ``torch.distributed.checkpoint.state_dict.
+        get_model_state_dict`` returns with ``full_state_dict=True``. DTensors are gathered: then
+        all ranks must call this.
+
+    Returns
+    -------
+    dict
+        Whole tensors of the projections; other entries as they are.
+    """
+    joined = dict(state_dict)
+    for path, module in model.named_modules():
+        if not isinstance(module, SplitLinear):
+            continue
+        for kind in ("weight", "bias"):
+            names = [f"{path}.{name}.{kind}" for name in module.names]
+            if all(name in joined for name in names):
+                parts = [joined.pop(name) for name in names]
+                parts = [part.full_tensor() if is_dtensor(part) else part for part in parts]
+                joined[f"{path}.{kind}"] = torch.cat(parts)
+    return joined
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A fused linear layer of a plan.
+
+    path : of the module that has it.
+    name : of the layer in that module.
+    row : the name of the linear layer that takes what is computed from it.
+    sizes : output features of each projection, by name.
+    """
+
+    path: str
+    name: str
+    row: str
+    sizes: Mapping[str, int]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of its projections, as seen from the module."""
+        return tuple(f"{self.name}.{part}" for part in self.sizes)
+
+
+def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer | str:
+    """The fused layer ``name`` of the module at ``path`` for ``size`` ranks, or why it cannot be
+    split."""
+    module: Any = model.get_submodule(path)
+    layer = getattr(module, name, None)
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}"
+    if name == GATE_UP[0] and type(getattr(module, GATE_UP[1], None)) is nn.Linear:
+        half = layer.out_features // 2
+        if layer.out_features % 2 or half != module.down_proj.in_features:
+            return "its features are not those of a gate and of an equal projection"
+        if not splits_by_feature(module, *GATE_UP, size):
+            return f"{type(module).__name__} does not treat features one by one"
+        return FusedLayer(path, *GATE_UP, {"gate_proj": half, "up_proj": half})
+    if name == QKV[0] and class_path(module) in ATTENTIONS:
+        head, config = module.head_dim, module.config
+        q, kv = config.num_attention_heads * head, module.num_key_value_heads * head
+        if q + 2 * kv != layer.out_features:
+            return "its features are not those of the heads in its config"
+        return FusedLayer(path, *QKV, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    return f"the forward of {type(module).__name__} is not known to take heads of one rank"
+
+
+def check_parts(path: str, linear: Any, parts: Mapping[str, int], size: int, head: int = 1) -> None:
+    """Raise :class:`InputError` unless ``linear`` has these output features, and each rank gets its
+    share of each part, in whole heads."""
+    features = getattr(linear, "out_features", None)
+    require(
+        sum(parts.values()) == features,
+        f"{path}: parts {dict(parts)} of {features} output features",
+        "parts that make up all output features",
+        "give the features of each projection, in their order",
+    )
+    for name, part in parts.items():
+        require(
+            part % (size * head) == 0,
+            f"{path}: {part} features of {name}, heads of {head}, over {size} ranks",
+            "a multiple of the world size, and whole heads on every rank",
+            "choose fewer ranks, or pass a plan without it",
+        )
+
+
+def class_path(module: nn.Module) -> str:
+    """Module and name of the class of ``module``."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def refuse_fused(path: str, reason: str) -> None:
+    """Raise :class:`InputError` for a fused layer that no rule splits."""
+    raise InputError(
+        f"asked: a plan for {path}, which computes several projections; allowed: layers that are "
+        f"known to be split, but {reason}; remedy: split it into layers named as in Llama, or give "
+        "the features of each projection with plan={..., tw.parallel.Colwise(parts={'q': 64, 'k': "
+        "32, 'v': 32})}: one part if heads are interleaved; the forward must take the numbers of "
+        "heads and features from shapes"
+    )
+
+
+def splits_by_feature(module: nn.Module, fused: str, row: str, size: int) -> bool:
+    """Whether ``module`` computes each feature of the input of ``row`` from the same feature of the
+    two halves of the output of ``fused``. Its forward is tried, with numbers in place of both."""
+    tried: Any = copy.copy(module)
+    tried._modules = dict(module._modules)
+    given = _Given()
+    tried._modules[fused], tried._modules[row] = given, nn.Identity()
+    modes = [(part, part.training) for part in module.modules()]
+    seed = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, 1, 3, 4 * size, generator=seed)
+    try:
+        for part, _ in modes:
+            part.training = False
+        tried.training = False
+        with torch.no_grad(), torch.device("cpu"):
+            given.value = torch.cat([gate, up], dim=-1)
+            whole = tried(torch.zeros(1, 3, 4))
+            parts = []
+            for own in zip(gate.chunk(size, -1), up.chunk(size, -1), strict=True):
+                given.value = torch.cat(own, dim=-1)
+                parts.append(tried(torch.zeros(1, 3, 4)))
+            return torch.allclose(torch.cat(parts, dim=-1), whole)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it asks for more
+        return False
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+class _Given(nn.Module):
+    """Returns ``value``, whatever it is called with."""
+
+    value: torch.Tensor
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.value
+
+
+class OwnHeads:
+    """The configuration of an attention, with the numbers of heads of one rank."""
+
+    def __init__(self, config: Any, **own: int) -> None:
+        self._config = config
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def split(model: nn.Module, layer: FusedLayer, size: int) -> None:
+    """Put the projections of ``layer`` in its place, and let the module take heads of one rank."""
+    module: Any = model.get_submodule(layer.path)
+    setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes))
+    if layer.name == QKV[0]:
+        heads = ("num_attention_heads", "num_key_value_heads")
+        own = {name: getattr(module.config, name) // size for name in heads}
+        module.config = OwnHeads(module.config, **own)
+        module.num_key_value_heads //= size

@@ -1,0 +1,87 @@
+"""What crosses between nodes on the CPU: chunks between the ranks of a rail, by gloo.
+
+The group of a rail is gloo's own, made when memory is first mapped and gone with the transport: an
+exchange that one rank has given up stays in it, so the next workspace gets another. A thread begins
+the exchanges of a call, waits for one after another and then writes the words that announce it. It
+polls, since the call may be given up meanwhile; an exchange ends by itself after the time-out.
+
+Before the first chunk the ranks of a rail tell each other which call they are in. If these differ
+nothing else is sent, because gloo ends the process where sizes differ: the kernel's wait times out,
+and the ledger then knows why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tileweave.planning.topology import Topology
+from tileweave.transport.group_store import ask_store
+from tileweave.transport.interface import Sending
+from tileweave.transport.rendezvous import MAPPING
+from tileweave.transport.workspace import timeout_seconds
+
+_POLL = 2e-4  # seconds
+
+
+class GlooRail:
+    """The ranks with the index of this one inside their nodes. Making it is collective; ``number``
+    is one that no earlier rail of ``group`` had."""
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology, number: int) -> None:
+        rank = dist.get_rank(group)
+        self.ranks = topology.rail(rank)
+        self._me = self.ranks.index(rank)
+        # as long as a kernel waits for data, so that an exchange ends when its call does
+        seconds, name = timeout_seconds() * 9 / 8, f"tileweave-rail-{number}-{self.ranks[0]}"
+        self._group = ask_store(
+            group,
+            MAPPING,
+            seconds,
+            lambda talk: dist.ProcessGroupGloo(
+                dist.PrefixStore(name, talk.store),
+                self._me,
+                len(self.ranks),
+                timedelta(seconds=seconds),
+            ),
+        )
+
+    def exchange(self, sending: Sending, given_up: Callable[[], bool]) -> None:
+        """Send the chunks of a call, and announce those that arrive. Returns early if the call is
+        given up, or a rank of the rail is in another call or gone."""
+        words = torch.zeros(len(self.ranks), 1, dtype=torch.int64)
+        mine = torch.tensor([sending.call])
+        if not self._done(self._begin(mine, list(words.unbind())), given_up):
+            return
+        told = {rank: int(word) for rank, word in zip(self.ranks, words, strict=True)}
+        if not sending.agrees({r: word for r, word in told.items() if r != self.ranks[self._me]}):
+            return
+        crossing, works = sending.crossing, []
+        for (begin, end), targets in zip(crossing.chunks, crossing.targets, strict=True):
+            chunk, places = sending.data[begin:end], list(targets)
+            places.insert(self._me, torch.empty_like(chunk))
+            works.append(self._begin(chunk, places))
+        for work, announced in zip(works, crossing.arrived, strict=True):
+            if not self._done(work, given_up):
+                return
+            for word in announced:
+                ctypes.memmove(word.target, word.source, word.nbytes)
+
+    def _begin(self, mine: torch.Tensor, places: list[torch.Tensor]) -> dist.Work:
+        return self._group.allgather([places], [mine])  # type: ignore[attr-defined]
+
+    def _done(self, work: dist.Work, given_up: Callable[[], bool]) -> bool:
+        """Whether an exchange has ended well."""
+        while not work.is_completed():
+            if given_up():
+                return False
+            time.sleep(_POLL)
+        try:
+            return bool(work.wait())
+        except RuntimeError:  # a rank is gone, or too late
+            return False

@@ -1,0 +1,184 @@
+"""tw.parallelize on models of transformers whose projections are one layer, of random
+configurations: against the unsplit model."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.support.worlds import Member, World
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import tileweave as tw
+from tileweave.errors import InputError
+
+pytest.importorskip(
+    "transformers", reason="pip install 'tileweave[transformers]'", exc_type=ImportError
+)
+pytestmark = pytest.mark.timeout(300)
+SECONDS = 240
+MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4")
+
+
+def built(kind: str, seed: int) -> Any:
+    import transformers
+
+    draw = random.Random(f"{kind} {seed}")
+    kv_heads, head = draw.choice([2, 4, 6]), draw.choice([4, 8, 16])
+    heads = kv_heads * draw.choice([1, 2, 3])
+    options = {
+        "vocab_size": 37,
+        "hidden_size": heads * head,
+        "intermediate_size": 2 * draw.randint(9, 30),
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attn_implementation": draw.choice(["eager", "sdpa"]),
+    }
+    if kind == "GPTNeoX":
+        options["use_parallel_residual"] = draw.choice([False, True])
+    else:
+        options["num_key_value_heads"] = kv_heads
+    if kind == "Phi3":
+        options["original_max_position_embeddings"] = 64
+    elif kind != "GPTNeoX":
+        options |= {"head_dim": head, "hidden_size": 8 * draw.randint(2, 6)}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def whole(t: Any) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(((a - b).abs().max() / b.abs().max().clamp_min(1e-6)).detach())
+
+
+def compared(me: Member, kind: str, seed: int, sequence: bool) -> dict[str, Any]:
+    reference = built(kind, seed)
+    part = tw.parallelize(built(kind, seed), sequence_parallel=sequence)
+    ids = torch.randint(3, 37, (2, 6), generator=torch.Generator().manual_seed(seed))
+    y, want = part(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
+    for result in (y, want):
+        result.square().mean().backward()
+    gradients = {name: p.grad for name, p in part.named_parameters()}
+    gradients = tw.parallel.join_projections(part, gradients)
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    found = {
+        "logits": apart(y, want),
+        # the true gradient of a bias of keys is 0
+        "gradients": max(
+            float((whole(gradients[name]) - g).abs().max()) / largest for name, g in wanted.items()
+        ),
+        "sharded": sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()),
+    }
+    if not sequence:
+        options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        found["generated"] = torch.equal(
+            part.generate(ids, **options), reference.generate(ids, **options)
+        )
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_gradients_and_tokens(pair: World, kind: str, seed: int, sequence: bool) -> None:
+    for found in pair.run(compared, kind, seed, sequence, timeout=SECONDS):
+        assert found.pop("sharded") == 4  # of 2 layers: attention and MLP
+        assert found.pop("generated", True)
+        assert max(found.values()) < 1e-5, found
+
+
+def resharded(me: Member, folder: str) -> dict[str, Any]:
+    """A checkpoint of two ranks, with the state of the optimizer, on two ranks and on one."""
+    part = tw.parallelize(built("Phi3", 0))
+    optimizer = torch.optim.AdamW(part.parameters(), 0.01)
+    ids = torch.arange(3, 15).view(2, 6)
+    part(ids).logits.square().mean().backward()
+    optimizer.step()
+    saved = dict(zip(("model", "optimizer"), get_state_dict(part, optimizer), strict=True))
+    dcp.save(saved, checkpoint_id=folder)
+    groups = [dist.new_group([rank]) for rank in range(me.world_size)]
+    result = {}
+    for ranks, group in ((2, None), (1, groups[me.rank])):
+        other = tw.parallelize(built("Phi3", 0), group)
+        again = torch.optim.AdamW(other.parameters(), 0.01)
+        state = dict(zip(("model", "optimizer"), get_state_dict(other, again), strict=True))
+        dcp.load(state, checkpoint_id=folder, no_dist=ranks == 1)
+        set_state_dict(
+            other,
+            again,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        pairs = list(zip(part.parameters(), other.parameters(), strict=True))
+        result[f"weights on {ranks}"] = all(torch.equal(whole(a), whole(b)) for a, b in pairs)
+        result[f"moments on {ranks}"] = all(
+            torch.equal(whole(optimizer.state[a]["exp_avg"]), whole(again.state[b]["exp_avg"]))
+            for a, b in pairs
+        )
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return result
+
+
+def test_checkpoints_are_resharded(pair: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for found in pair.run(resharded, str(Path(folder) / "saved"), timeout=SECONDS):
+            assert all(found.values()) and len(found) == 4, found
+
+
+def refused(me: Member) -> list[str]:
+    import transformers
+
+    small = {"vocab_size": 37, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    odd = {**small, "num_key_value_heads": 1, "intermediate_size": 40, "pad_token_id": 0}
+    found = []
+    for kind, options in (
+        ("GPT2", {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("Falcon", small),
+        ("Bloom", small),
+        ("Phi3", odd),
+        ("GPTNeoX", {**small, "num_attention_heads": 1, "intermediate_size": 40}),
+    ):
+        config = getattr(transformers, f"{kind}Config")(**options)
+        name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+        try:
+            tw.parallelize(getattr(transformers, name)(config))
+            found.append("taken")
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
+    named = (
+        "transformer.h.0.mlp.c_fc, a Conv1D",
+        "transformer.h.0.self_attention.query_key_value, which computes",
+        "transformer.h.0.self_attention.query_key_value, which computes",
+        "model.layers.0.self_attn.qkv_proj: 8 features of k_proj",
+        "gpt_neox.layers.0.attention.query_key_value: 96 features",
+    )
+    for errors in pair.run(refused, timeout=SECONDS):
+        for error, name in zip(errors, named, strict=True):
+            assert error.startswith("asked:") and name in error, (name, error)
