@@ -30,6 +30,12 @@ def test_neighbour_exchange() -> None:
     assert "largest error" in run_example("neighbour_exchange.py", "3", on_gpu=False)
 
 
+def test_two_nodes() -> None:
+    output = run_example("two_nodes.py", on_gpu=False)
+    assert output.count("right") == 4 and "WRONG" not in output
+    assert "all_gather_matmul: fused" in output and output.count("2 nodes x 2") == 2
+
+
 def test_tensor_parallel_block() -> None:
     output = run_example("tensor_parallel_block.py", "--ranks", "4", "--steps", "4", on_gpu=False)
     assert output.count("step ") == 4

@@ -298,6 +298,8 @@ def suffer(me: Member, name: str) -> dict[str, object]:
     """One fault between good calls. Return what this rank saw, and after how many seconds."""
     fault = LIVE[name]
     if not fault.fresh:
+        call = prepare(CASE, me.rank, me.world_size, me.device, 0)
+        tw.all_gather_matmul(call.x, call.w)  # ranks meet before the first public call
         good_call(me, dist.group.WORLD, SM)
         good_call(me, dist.group.WORLD, COPY_ENGINE)
     me.barrier()
@@ -318,9 +320,6 @@ def suffer(me: Member, name: str) -> dict[str, object]:
 
 def suffer_all(me: Member) -> dict[str, dict[str, object]]:
     found = {}
-    call = prepare(CASE, me.rank, me.world_size, me.device, 0)
-    tw.all_gather_matmul(call.x, call.w)  # ranks meet before the first public call of a group
-    tw.close()
     for name in LIVE:
         found[name] = suffer(me, name)
         print(time.strftime("%X"), name, found[name], flush=True)

@@ -173,6 +173,21 @@ def test_gradients(nodes: World) -> None:
     nodes.run(backward.gradients, [Case(32, 18, 40, op=RS, bias=True)])
 
 
+def warmed(me: Member) -> list[str]:
+    plans = tw.warmup(
+        "all_gather_matmul", rows=[32, 50], cols=18, depth=40, dtype=torch.float32, device="cpu"
+    )
+    assert isinstance(plans, dict)
+    tw.close()
+    return [plan.summary for plan in plans.values()]
+
+
+def test_warmup_of_several_sizes(worlds: Worlds) -> None:
+    """The first call of a group: its kernels are compiled before it maps memory."""
+    for plans in worlds("gloo", 4, 2).run(warmed):
+        assert len(plans) == 2 and all("fused" in plan and NAMES[4] in plan for plan in plans)
+
+
 def explained(me: Member) -> list[str]:
     w = torch.zeros(18, 40)
     tw.all_gather_matmul(torch.zeros(32, 40), w)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileweave.ops.core.nodes import known_topology_of
+from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registry import group_of, interpreting, name_of, workspace_of
 from tileweave.ops.matmul import all_gather_matmul as ag
 from tileweave.planning.matmul import schedule_for
@@ -87,7 +87,7 @@ def record(
     events if the plan is not fused."""
     name = name_of(group)
     size = dist.get_world_size(group_of(name))
-    plan = ag.plan(x, w, known_topology_of(name))
+    plan = ag.plan(x, w, topology_of(group_of(name), x.device))
     config = plan.config
     if config is None:
         out = ag.all_gather_matmul(x, w, bias, group=name)
@@ -95,7 +95,8 @@ def record(
         sent = (size - 1) * x.numel() * x.element_size() if plan.path == "unfused" else 0
         return Recording(plan, out, sent_bytes=sent)
     transport = workspace_of(name, x.device).transport
-    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
+    shape, nodes = (x.shape[0], w.shape[0], x.shape[1]), transport.topology.nodes
+    problem = Problem(size, *shape, x.element_size(), "", nodes)
     schedule = schedule_for(problem, config, transport.rank, transport.machine)
     pushes = config.transport == "sm"
     slices = config.num_slices if pushes else 1
@@ -111,7 +112,8 @@ def record(
     # observed one by one; a stamp has only how long a unit waited for all of its sources
     if interpreting():
         events = [event for event in events if event.kind != "wait"] + watched.waits
-    events += _copy_engine_events(watched)
+    if config.transport != "nodes":  # whose copies also push on what others sent
+        events += _copy_engine_events(watched)
     signals = watched.notified + len(watched.copies) - len(watched.data)
     if pushes and not interpreting():
         signals = slices * (size - 1)

@@ -21,9 +21,11 @@ from tileweave.transport.workspace import REGISTRY, Workspace
 class CompileOnlyTransport:
     """Implements :class:`tileweave.transport.interface.Transport` for one rank alone."""
 
-    def __init__(self, device: torch.device, rank: int, world_size: int, machine: Machine) -> None:
-        self.device, self.rank, self.world_size, self.machine = device, rank, world_size, machine
-        self.topology = Topology.one_node(world_size)
+    def __init__(
+        self, device: torch.device, rank: int, topology: Topology, machine: Machine
+    ) -> None:
+        self.device, self.rank, self.topology, self.machine = device, rank, topology, machine
+        self.world_size = topology.size
         self.watch: Watcher | None = None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -69,11 +71,11 @@ class CompileOnlyTransport:
 
 @contextmanager
 def compile_only(
-    group_name: str, device: torch.device, rank: int, world_size: int, machine: Machine
+    group_name: str, device: torch.device, rank: int, topology: Topology, machine: Machine
 ) -> Iterator[None]:
     """Calls of this group on this device use a workspace of their own, over
     :class:`CompileOnlyTransport`."""
-    workspace = Workspace(CompileOnlyTransport(device, rank, world_size, machine))
+    workspace = Workspace(CompileOnlyTransport(device, rank, topology, machine))
     workspace.ledger.open({}, rank)
     try:
         with REGISTRY.replaced(group_name, device, workspace):

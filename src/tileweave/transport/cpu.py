@@ -49,6 +49,7 @@ class CpuTransport:
         shared = self.share(nbytes)
         if self._rail is None and self.topology.nodes > 1 and self.topology.per_node:
             self._rail = GlooRail(self.group, self.topology, self._texts.number)  # all are here
+            self.barrier()  # a rank that closed it now would fail those that still connect
         views = {r: torch.frombuffer(m, dtype=torch.uint8) for r, m in shared.items()}
         addresses = [views[r].data_ptr() if r in views else 0 for r in range(self.world_size)]
         return SymmetricBuffer(views[self.rank], tuple(addresses), views)

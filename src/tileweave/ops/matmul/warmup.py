@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import Group, machine_of, name_of, rank_and_size
+from tileweave.ops.core.nodes import known_topology_of, topology_of
+from tileweave.ops.core.registry import Group, group_of, machine_of, name_of, rank_and_size
 from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
 from tileweave.planning.problem import FAST, Plan
 from tileweave.transport.compile_only import compile_only
@@ -122,6 +123,7 @@ def warm_up(
         return plan(x)
     sizes = as_sizes(rows)
     descending = sorted({*sizes}, reverse=True)
+    topology_of(group_of(name_of(group)), x.device)  # plans depend on it
     _compile(x, [n for n in descending if plan(x[:n]).config is not None], call, name_of(group))
     for n in descending:
         call(x[:n], backward)
@@ -141,10 +143,10 @@ def _compile(
     from tileweave.kernels.runtime.launch import collect_launches
 
     rank, world_size = rank_and_size(group_name)
-    machine = machine_of(x.device)
+    machine, ranks = machine_of(x.device), known_topology_of(group_name)
     with (
         torch.no_grad(),
-        compile_only(group_name, x.device, rank, world_size, machine),
+        compile_only(group_name, x.device, rank, ranks, machine),
         collect_launches() as launches,
     ):
         for n in sizes:
