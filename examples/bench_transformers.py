@@ -8,7 +8,9 @@ almost equally likely, a rounding may choose the other one, after which the toke
 more than a rounding. So routers of the second model get the inputs that those of the first had,
 which makes both choose the same experts, and logits are compared then. It prints WRONG and ends
 with 1 if they differ by more than ``LOGITS_APART``. Of a run in which each routes by itself, it
-prints how many tokens of each layer had other experts, and how far logits were apart.
+prints how many tokens of each layer had other experts, and how far logits were apart. With
+``--float32`` it also prints how far both are from the same weights in float32, each with its own
+routing: a difference of both that is no larger than those is rounding.
 
 Random weights in the shapes of Llama 3 8B (8 layers) and Qwen3-30B-A3B (4 layers), tensor and
 expert parallel over two ranks. Stock is what transformers does: cuBLAS, then NCCL. Both are called
@@ -83,6 +85,7 @@ class Options:
     tiny: bool
     repeats: int
     models: tuple[str, ...]
+    float32: bool = False
 
     def config(self, name: str) -> transformers.PretrainedConfig:
         config = {"llama": LLAMA, "qwen3-moe": QWEN}[name]
@@ -91,8 +94,15 @@ class Options:
         return type(config)(**{k: v for k, v in TINY.items() if hasattr(config, k)})
 
 
-def build(config: transformers.PretrainedConfig, me: Member, tileweave: bool) -> torch.nn.Module:
-    """The model, sharded over the ranks; both variants have the same random weights."""
+def build(
+    config: transformers.PretrainedConfig,
+    me: Member,
+    tileweave: bool,
+    dtype: torch.dtype | None = None,
+) -> torch.nn.Module:
+    """The model, sharded over the ranks; both variants have the same random weights. ``dtype``:
+    None is bfloat16 on GPUs, float32 without."""
+    dtype = dtype or (torch.bfloat16 if me.on_gpu else torch.float32)
     sparse, size = hasattr(config, "num_experts"), me.world_size
     named = adapter.EPImplementationInterface is not None  # transformers 5.21 and newer
     options = {"tp_size": size, "tp_plan": "auto"}
@@ -102,9 +112,7 @@ def build(config: transformers.PretrainedConfig, me: Member, tileweave: bool) ->
             options["ep_implementation"] = "tileweave"
     torch.manual_seed(0)
     with torch.device(me.device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if me.on_gpu else torch.float32
-        ).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if sparse and not named:  # there, expert parallelism has no tensor-parallel attention
         attention = {k: v for k, v in model._tp_plan.items() if ".experts" not in k}
         model._ep_plan = attention | model._ep_plan
@@ -139,8 +147,9 @@ def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     model(ids, past_key_values=cache)  # makes the memory of the cache
     generator = torch.Generator(model.device).manual_seed(CONTEXT)
     for layer in cache.layers:
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
+        for part in (layer.keys, layer.values):
+            drawn = torch.randn(part.shape, device=part.device, generator=generator)
+            part.copy_(drawn.bfloat16())  # the same numbers in every dtype
     lengths = [layer.cumulative_length for layer in cache.layers]
 
     def step() -> torch.Tensor:
@@ -154,6 +163,7 @@ def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
 def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> bool:
     """Print differences and times of one model; whether all differences are small."""
     models = {name: build(config, me, name == "tileweave") for name in ("stock", "tileweave")}
+    reference = in_float32(models["stock"], config, me) if options.float32 else None
     cases = {f"prefill {n}": n for n in ((64,) if options.tiny else PREFILL)}
     cases[f"decode {DECODE}"] = DECODE
     right = True
@@ -166,6 +176,9 @@ def compare(config: transformers.PretrainedConfig, me: Member, options: Options)
         found = differences(models, compared, tokens)
         right &= found.right
         say(me, f"{config.model_type} {case}: {found}")
+        if reference is not None:
+            call = decode(reference) if decodes else prefill(reference, tokens, COMPARED)
+            say(me, f"{config.model_type} {case}: {from_float32(call, compared)}")
         for graph in (False, True) if me.on_gpu else (False,):
             times = measure(
                 functions,
@@ -229,6 +242,26 @@ def differences(
         worst(apart(wanted, by_itself)),
         moved_tokens(experts, own_experts),
         tokens,
+    )
+
+
+def in_float32(
+    model: torch.nn.Module, config: transformers.PretrainedConfig, me: Member
+) -> torch.nn.Module:
+    """The stock model with the weights of ``model``, computed in float32."""
+    reference = build(config, me, False, torch.float32)
+    for whole, rounded in zip(reference.parameters(), model.parameters(), strict=True):
+        whole.copy_(rounded)
+    return reference
+
+
+def from_float32(
+    reference: Callable[[], torch.Tensor], functions: dict[str, Callable[[], torch.Tensor]]
+) -> str:
+    wanted = reference().flatten(0, -2)
+    far = {k: worst(apart(wanted, call().flatten(0, -2))) for k, call in functions.items()}
+    return "logits from those in float32: " + "; ".join(
+        f"{name} {t.median():.1e} (median of tokens) to {t.max():.1e}" for name, t in far.items()
     )
 
 
@@ -325,9 +358,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small models, also without GPUs")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=200, help="time limit")
+    parser.add_argument("--float32", action="store_true", help="also compare with float32")
     parser.add_argument("models", nargs="*", default=["llama", "qwen3-moe"])
     given = parser.parse_args()
-    options = Options(given.tiny, given.repeats, tuple(given.models))
+    options = Options(given.tiny, given.repeats, tuple(given.models), given.float32)
     right = launch(
         run,
         options,

@@ -34,17 +34,21 @@ from tileweave.planning.problem import MatmulConfig, Problem
 TARGET = "sm_90"
 
 
-def quantizer(depth: int, in_blocks: bool) -> Compiled:
-    launch = quantize_launcher(8, depth, in_blocks)
+def quantizer(depth: int, in_blocks: bool, powers: bool = False) -> Compiled:
+    launch = quantize_launcher(8, depth, in_blocks, powers)
     x = torch.empty(8, depth, dtype=torch.bfloat16)
     data = torch.empty(8, depth, dtype=torch.uint8)
     scale = torch.empty(-(-depth // 128) if in_blocks else 1, 8)
     return compile_one(lambda: launch(x, data, scale), TARGET)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])
-def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None:
-    compiled = quantizer(8192, in_blocks)
+@pytest.mark.parametrize(
+    ("in_blocks", "powers"),
+    [(False, False), (True, False), (False, True)],
+    ids=["row", "block", "row-powers"],
+)
+def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool, powers: bool) -> None:
+    compiled = quantizer(8192, in_blocks, powers)
     assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 128
     ptx = compiled.ptx or ""
     assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx), "the cast of the tensor cores"
@@ -53,7 +57,7 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool) -> None
 
 def test_the_quantiser_keeps_long_rows_in_registers() -> None:
     compiled = quantizer(53248, False)
-    assert compiled.spills is not None and compiled.spills <= 128, compiled.spills
+    assert compiled.spills is not None and compiled.spills <= 192, compiled.spills
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])

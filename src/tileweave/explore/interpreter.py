@@ -36,6 +36,8 @@ from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
 from tileweave.kernels.runtime.launch import Launcher, flat
 
+# kernels that choose between pointers in two ways, one of them for AMD's compiler
+POINTERS = ("tileweave.kernels.all_gather.triton", "tileweave.kernels.experts.dispatch_triton")
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
@@ -80,6 +82,7 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
+        *((import_module(module), "is_hip", hooks.is_hip) for module in POINTERS),
         (Launcher, "__call__", lambda self, *given: _launch_checked(self, given)),
         *((import_module(module), name, value) for module, name, value in SMALLER),
     ]
@@ -188,6 +191,10 @@ class Hooks(interpreted.HostMemory):
     def world(self) -> World:
         assert self._world is not None, "kernels run in a world"
         return self._world
+
+    def is_hip(self) -> bool:
+        """Both ways to choose between pointers are explored."""
+        return self.world.multiprocessors == 2
 
     def _me(self) -> Task:
         current = self.world.tasks.current

@@ -24,6 +24,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,7 +43,8 @@ LONGEST = 3.0  # CPU time of one run: without a fault none takes a second
 MOST_STEPS = 30_000  # of one interleaving; without a fault none has a third of it
 PUT_IN = b"put in "
 # runs of each scenario that show what it reaches: (world, strategy, number)
-SHOWN = ((2, "walk", 1), (3, "pct", 0), (2, "malice", 3), (3, "delay", 2))
+SHOWN = ((2, "walk", 1), (3, "pct", 0), (2, "malice", 3), (4, "walk", 2))
+FEW = 100  # mutants that are judged by fewer runs, since preparing all takes longer than judging
 HOWS = ("reading", "paused", "named", "moments", "everywhere")  # kinds of absence, cheapest first
 HARMLESS = Path(__file__).with_name("harmless.json")
 
@@ -122,7 +124,8 @@ def explained(key: str, known: Iterable[tuple[re.Pattern[str], str]]) -> str:
 class Prepared:
     """What children share: functions by their place, and which runs reach which statements.
 
-    ``chosen``: the mutants. With few of them the runs that show what is reached are few, too.
+    ``chosen``: the mutants. With at most ``FEW`` of them few runs show what is reached, and none
+    with absent ranks.
     """
 
     def __init__(self, enter: Callable[[Any], None], chosen: list[Mutant]) -> None:
@@ -130,8 +133,8 @@ class Prepared:
 
         self.enter, self.search = enter, search
         self.names = sorted(search.by_name(), key=lambda name: COSTS.get(name, 1.0))
-        for name in self.names:  # imports what it needs, and Triton rewrites its kernels
-            search.run(search.Seed(name, 2, "walk", 0), enter)
+        for file in trees.files():
+            import_module(f"tileweave.{file.removesuffix('.py').replace('/', '.')}")
         self.functions = _functions()
         self.caches = _caches()
         statements = _Statements(self.functions, {mutant.place for mutant in chosen})
@@ -140,16 +143,19 @@ class Prepared:
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
         self.absent: list[Any] = []
         took: dict[Any, float] = {}
-        shown = SHOWN if len(chosen) > 100 else SHOWN[:2]
+        shown = SHOWN if len(chosen) > FEW else SHOWN[:1]
         for world, strategy, number in shown:
             for name in self.names:
+                for cache in self.caches:  # what it has is not made again
+                    cache.cache_clear()
                 seed, began = search.Seed(name, world, strategy, number), time.process_time()
                 for statement in statements.reached(lambda s=seed: search.run(s, enter)):
                     self.runs[statement].append(seed)
                 took[seed] = time.process_time() - began
-        for seeds in self.runs.values():  # cheap ones first
-            seeds.sort(key=lambda seed: took[seed])
-        if len(chosen) > 100:
+        by_name = search.by_name()
+        for seeds in self.runs.values():  # those of these kernels alone first, and cheap ones
+            seeds.sort(key=lambda s: (getattr(by_name[s.scenario], "sends", True), took[s]))
+        if len(chosen) > FEW:
             self._show_absence(statements)
         statements.restore()
         tasks.MAX_STEPS = MOST_STEPS
@@ -230,11 +236,11 @@ class Prepared:
 
 
 def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
-    """``seeds``, then others of the same scenarios: all strategies, worlds of 2 and 3."""
+    """``seeds``, then others of the same scenarios: all strategies and worlds."""
     yield from seeds
     names = list(dict.fromkeys(seed.scenario for seed in seeds))
     for number in range(RUNS):
-        for world, strategy in zip((2, 2, 3, 2), STRATEGIES, strict=True):
+        for world, strategy in zip((2, 3, 4, 2), STRATEGIES, strict=True):
             for name in names:
                 seed = make(name, world, strategy, number)
                 if seed not in seeds:

@@ -225,6 +225,6 @@ EMBEDDING = (
     TableGradient("of one rank", 1, 2, "sm", first_only=True),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("ragged", (5,), 2, EmbeddingConfig(4, 1, 1, 1, 1, run=1), ragged=True),
-    EmbeddingBag("few samples", (0, 1), 1, _CUT),
+    EmbeddingBag("few samples", (1, 0), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

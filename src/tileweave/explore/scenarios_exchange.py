@@ -23,6 +23,7 @@ from tileweave.explore.scenarios import (
     placed,
     product,
     triton_config,
+    unwritten,
     whole_numbers,
 )
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -70,18 +71,22 @@ class Exchanged:
         exchange = self.exchanges[turn % len(self.exchanges)]
         shape = self.shapes[turn % len(self.shapes)]
         seed = turn % POOL
+        biased = self.op == OUT and turn % 3 == 1
         x, w, exchanged, want = _operands(
-            drawn.payload, self.op, shape, exchange, world.size, rank, seed
+            drawn.payload, self.op, shape, exchange, world.size, rank, seed, biased
         )
-        # of matmul_all_to_all it is that of the sender's columns
-        bias = None if self.op == OUT else added(want, turn, rank)
-        want, w = want if bias is None else want + bias, laid(w, turn // 2)
-        out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
+        if biased:
+            bias = _bias(w, rank, seed)
+        else:
+            bias = None if self.op == OUT else added(want, turn, rank)
+            want = want if bias is None else want + bias
+        w = laid(w, turn // 2)
+        out, plan = unwritten(want, turn), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
         x = placed(x, turn)
         if self.op == OUT:
-            run_out(x, w, None, out, exchange, world.ranks[rank].group, plan)
+            run_out(x, w, bias, out, exchange, world.ranks[rank].group, plan)
         else:
             got = torch.full_like(exchanged, float("nan")) if self.kept else None
             run_in(x, w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
@@ -95,6 +100,10 @@ class Exchanged:
         yield "flags not at zero", int(flags.count_nonzero()), 0
 
 
+def _bias(w: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
+    return whole_numbers((w.shape[0],), "bias", rank, seed).to(w.dtype)
+
+
 @lru_cache(maxsize=4096)
 def _operands(
     payload: str,
@@ -104,8 +113,9 @@ def _operands(
     size: int,
     rank: int,
     seed: int,
+    biased: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """x, w, the exchanged x (all_to_all_matmul), the result."""
+    """x, w, the exchanged x (all_to_all_matmul), the result, with each sender's bias."""
     rows, cols, depth = shape
     scatter_dim, gather_dim = exchange.scatter_dim, exchange.gather_dim
     m = rows * size if scatter_dim == 0 else rows
@@ -119,6 +129,10 @@ def _operands(
         xs = [operand(payload, (m, depth), "x", r, seed) for r in range(size)]
         ws = [whole_numbers((n, depth), "w", r, seed).to(xs[0].dtype) for r in range(size)]
         products = [product(x, w).to(x.dtype) for x, w in zip(xs, ws, strict=True)]
+        if biased:
+            products = [
+                y + _bias(w, r, seed) for r, (y, w) in enumerate(zip(products, ws, strict=True))
+            ]
         return xs[rank], ws[rank], xs[rank], exchanged(products)
     k, gathered_k = (depth * size if dim == 1 else depth for dim in (scatter_dim, gather_dim))
     xs = [operand(payload, (m, k), "x", r, seed) for r in range(size)]
@@ -157,7 +171,9 @@ SCENARIOS = (
         (1, 2),
         captured=True,
     ),
-    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 17, 17)), _ALL, (1, 2, 3)),
+    Exchanged(
+        "sm", IN, triton_config("sm"), ((16, 16, 16), (5, 17, 17)), _ALL, (1, 2, 3), kept=True
+    ),
     Exchanged(
         "library",
         IN,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import POOL, Drawn, whole_numbers
+from tileweave.explore.scenarios import POOL, Drawn, placed, whole_numbers
 from tileweave.planning.sharding import EmbeddingConfig
 
 Found = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
@@ -65,6 +65,8 @@ def bags_of(
     indices = torch.tensor([draw.randrange(tables[0].shape[0]) for _ in range(count)])
     for stray in (-1, tables[0].shape[0], tables[-1].shape[0], STRAY):
         indices[draw.randrange(count)] = stray
+    if seed % 7 == 4:  # which bags end outside is for the kernel to find out
+        offsets[0], offsets[-1] = -2, count + 3
     return indices, offsets, whole_numbers((count,), "weights", seed).clone() if weighted else None
 
 
@@ -80,7 +82,8 @@ def pooled(
     column = 0
     for t, table in enumerate(tables):
         for sample in range(batch):
-            begin, end = offsets[t * batch + sample : t * batch + sample + 2].tolist()
+            ends = offsets[t * batch + sample : t * batch + sample + 2]
+            begin, end = ends.clamp(0, indices.numel()).tolist()
             for at in range(begin, end):
                 if 0 <= int(indices[at]) < table.shape[0]:
                     scale = 1.0 if weights is None else weights[at]
@@ -96,17 +99,24 @@ def lookup(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.embedding.lookup import launch
 
     dims, batch, mean = ((8, 16), (4, 24), (5, 3))[seed % 3], 5, seed % 2 == 1
+    if seed == 3:  # a multiple of four elements, and not of eight, as rows of fp16 need
+        dims = (4, 4)
     tables = [whole_numbers((7 + t, dim), "table", t, seed).clone() for t, dim in enumerate(dims)]
     weighted = seed % 4 >= 2
     bags = bags_of(seed, tables, batch, weighted, 4 if seed == 6 else 3)
+    if seed == 4:
+        tables[0] = placed(tables[0], 3)  # no multiple of 16 bytes
     for table in tables:
         world.know(rank, "table", table)
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
+    nothing = torch.zeros(1, 0)
+    launch(torch.zeros(4), [], (), *bags, nothing, 1, mean, config)
     columns = (0, dims[0])
     words = [
         (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
     ]
-    out = torch.full((batch, sum(dims)), float("nan"))
+    dtype = torch.float16 if seed == 3 else torch.float32
+    out = torch.full((batch, sum(dims)), float("nan"), dtype=dtype)
     launch(torch.tensor(words), tables, columns, *bags, out, batch, mean, config)
     yield near("out", out, pooled(tables, bags, batch, mean))
 
@@ -192,6 +202,7 @@ def keys_of_ragged_bags(world: World, rank: int, seed: int) -> Found:
     from tileweave.ops.embedding.table_gradient import Lookups, keys_in_torch
 
     tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], 1 + seed % 3
+    seed += 7 * (seed == 4)  # offsets inside
     indices, offsets, _ = bags_of(seed, tables, batch, False)
     # one table has more rows than 32 bits count
     first = [0, 5, 11, 14] if seed < 4 else [0, 5, 2**31 + 5, 2**31 + 8]
@@ -211,7 +222,8 @@ def jagged(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.embedding import jagged as steps
     from tileweave.ops.embedding.distribute_indices import InTorch, _layout
 
-    features = (((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)))[seed % 4]
+    drawn = ((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)), ((0,), (1,), (0,))
+    features = drawn[seed % 5]
     count, samples, size = 1 + max(map(max, features)), 1 + seed % 5, len(features)
     generator = torch.Generator().manual_seed(seed)
     lengths = [
@@ -318,7 +330,7 @@ def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch, _launcher
 
-    rows, depth = ((3, 65), (2, 257), (4, 2049))[seed % 3]
+    rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 256), (2, 40))[seed % 5]
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-14, 4, (rows, 1), generator=generator)
     x = (torch.randn(rows, depth, generator=generator) * scale).to(
@@ -357,7 +369,28 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         yield "data of a norm", (apart <= step).float(), torch.ones(rows, depth)
 
 
+def large_sizes(world: World, rank: int, seed: int) -> Found:
+    """Sizes that need 64 bits are another variant of a launch."""
+    from tileweave.kernels.all_gather.await_shards import shard_launches
+    from tileweave.kernels.embedding.bag_all_to_all import Samples, launcher
+    from tileweave.kernels.embedding.lookup import constants
+
+    peers: Any = ()
+    gather = shard_launches(peers, 2, 0, (2, 4), 1).end_gather
+    made, cut = constants([], (), 1, 4, EmbeddingConfig()), EmbeddingConfig()
+    bags = launcher(peers, 0, 2, Samples(2, 1, 1), 0, made, False, 1, cut)
+    small = torch.zeros(1, dtype=torch.int64)
+    variants = []
+    for size in (2**31 - 1, 2**31):
+        large = torch.empty(size, device="meta")
+        more = bags._pack(small, large, small, None, 0).variant
+        variants += [gather._pack([large]).variant, more]
+    same = [variants[i] == variants[i + 2] for i in range(2)]
+    yield "variants are told apart", torch.tensor(same), torch.tensor([False, False])
+
+
 SCENARIOS = (
+    Local("large sizes", large_sizes),
     Local("lookup", lookup),
     Local("table sums", table_sums),
     Local("keys", keys_of_ragged_bags),

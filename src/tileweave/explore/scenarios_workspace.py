@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tileweave.device.interpreter import words as interpreted
 from tileweave.errors import CaptureError, InputError, PeerTimeout
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios_local import Found, Local
@@ -152,10 +153,17 @@ def growth(world: World, rank: int, seed: int) -> Found:
     yield equal("counters stay", one.counters is counters, True)
     one.reserve(10, 0, 3)
     yield equal("more slots", (one.slot_bytes, one.num_slots, one.regions.count), (3072, 3, 3))
+    transport.since()
+    one.cache["made"], cache = 1, one.cache
     one.reserve(3000, 4)
     yield equal("counters", (one.counters.numel(), one.num_slots), (4, 3))
+    yield equal("and nothing else", (transport.since(), cache), (["synchronize"], {}))
+    yield equal("the same cache", one.cache is cache, True)
+    counters = one.counters
+    one.reserve(3500, 4)
+    yield equal("as many counters", one.counters is counters, True)
     transport.captures = True
-    for more in ((4000, 0, 2), (10, 9, 2), (10, 0, 4)):
+    for more in ((5000, 0, 2), (10, 9, 2), (10, 0, 4)):
         yield equal("under capture", raised(CaptureError, lambda m=more: one.reserve(*m)), True)
     one.reserve(3000, 4, 3)
     yield from _captured(one, transport, seed)
@@ -397,7 +405,69 @@ class _Same:
         return group is self.group
 
 
+def waits(world: World, rank: int, seed: int) -> Found:
+    """Interpreted waits that end in time, or too late, with a clock of their own."""
+    control = torch.tensor(workspace._first_words(1.0), dtype=torch.int32)
+    report = torch.zeros(protocol.REPORT_WORDS, dtype=torch.int32)
+    signals = torch.tensor([4, 5, 6, -(2**31)], dtype=torch.int32)
+    tables = torch.tensor([[11, 22], [33, 44]])
+    words = torch.tensor([tables[0].data_ptr(), tables[1].data_ptr()])
+    control[protocol.TABLES :] = words.view(torch.int32)
+    control[protocol.TABLE_RANKS], control[protocol.TABLE_RANK] = 2, 1
+    first, block, told = control.clone(), control.data_ptr(), report.data_ptr()
+    pauses: list[int] = []
+
+    class Clock(interpreted.HostMemory):
+        def seconds(self) -> float:
+            return 0.3 * len(pauses)
+
+        def pause(self, polls: int) -> None:
+            pauses.append(polls)
+
+    before, interpreted.MEMORY = interpreted.MEMORY, Clock()
+    try:
+        here = signals.data_ptr()
+        interpreted.wait(here, 2, 5, 1, 7, block, told)
+        interpreted.wait(here, 1, 2**31 - 1, 3, 7, block, told)
+        interpreted.refuse_later(here, 5, 1, 7, block, told)
+        interpreted.wait_here(here, 4, 0, 7, block, told)
+        yield equal("in time", (pauses, report.tolist()), ([], [0] * protocol.REPORT_WORDS))
+        late: dict[str, Callable[[], object]] = {
+            "wait": lambda: interpreted.wait(here, 3, 5, 0, 7, block, told),
+            "meeting": lambda: interpreted.wait(here, 1, 5, 0, 7, block, told, 4),
+            "exact": lambda: interpreted.wait(here, 2, 5, 1, 7, block, told, EXACT=True),
+            "here": lambda: interpreted.wait_here(here, 5, 0, 7, block, told),
+            "later": lambda: interpreted.refuse_later(here, 5, 2, 7, block, told),
+            "expire": lambda: interpreted.expire(block, told, 0, 7, 5, 4),
+        }
+        polls = {"wait": 4, "meeting": 4, "exact": 4, "here": 4, "later": 0, "expire": 0}
+        for name, call in late.items():
+            pauses.clear()
+            yield equal(name, raised(interpreted.WaitExpired, call), True)
+            signal = 2 if name in ("exact", "later") else 0
+            yield equal(name, report[:5].tolist(), [1, signal, 7, 5, int(signals[signal])])
+            yield equal(name, len(pauses), polls[name])
+            limits = [int(control[word]) for word in (2, 3, 4, 5)]
+            yield equal(name, limits, [1, 0, 0, 2000000])
+            yield equal(name, int(control[protocol.LEAVERS]), protocol.LATE)
+            control.copy_(first)
+            report.zero_()
+        signals[1] = -7
+        yield equal("zero", int(interpreted.must_wait(4, 5, False)), 1)
+        for programs in (2, 2, 2):
+            interpreted.leave(block, 2**31 - 1, programs)
+        leavers, epoch = int(control[protocol.LEAVERS]), int(control[protocol.EPOCH])
+        yield equal("left", (leavers, epoch, tables.tolist()), (1, -(2**31), [[11, 22], [33, 44]]))
+        control[protocol.LEAVERS] += protocol.LATE
+        yield equal("last", bool(interpreted.last_to_leave(block, 2)), True)
+        interpreted.advance(block, 9, 1)
+        yield equal("own memory", (int(control[0]), tables.tolist()), (10, [[22, 22], [44, 44]]))
+    finally:
+        interpreted.MEMORY = before
+
+
 SCENARIOS = (
+    Local("waits", waits),
     Local("limits of waits", limits),
     Local("memory grows", growth),
     Local("caches", caches),

@@ -16,6 +16,7 @@ optimizers are its own.
 registry entry       with tileweave
 ===================  ==========================================================================
 ``rowwise``          one :func:`tileweave.matmul_all_reduce`, for an unquantised ``nn.Linear``
+                     and for fine-grained FP8 (``FP8Linear`` with blocks of 128 x 128)
 experts              :func:`tileweave.dispatch_grouped_matmul`, the activation, and
                      :func:`tileweave.grouped_matmul_combine`: ``ep_implementation="tileweave"``
                      from transformers 5.21 on; before, every expert-parallel plan
@@ -37,6 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tileweave.errors import InputError, require
+from tileweave.integrations import _scaled_linear as fp8
 from tileweave.integrations._experts import ExpertParallel
 from tileweave.nn.linear import under_autocast
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
@@ -159,19 +161,34 @@ def _local(parameter: Any) -> Any:
 class Rowwise(_tp.RowwiseParallel):
     """The style "rowwise" whose matmul and all-reduce are one operator.
 
-    Modules that the operator does not take keep the forward of transformers: quantised ones, other
-    modules than ``nn.Linear``, and input features that the ranks cannot share evenly. A warning
-    says so, once a reason.
+    Modules that the operator does not take keep the forward of transformers: quantised ones other
+    than fine-grained FP8, other modules than ``nn.Linear``, and input features that the ranks
+    cannot share evenly. A warning says so, once a reason.
     """
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         group = _group_of(mesh)
         super().install_forward(module, mesh)
+        if fp8.is_fp8_linear(module):
+            return self._install_fp8(module, mesh, group)
         reason = _why_stock(module, dist.get_world_size(group))
         if reason is None:
             module.forward = _row_parallel_forward(module, mesh, group.group_name, module.forward)
         else:
             _warn_stock(module, reason)
+        return module
+
+    def _install_fp8(self, module: Any, mesh: Any, group: dist.ProcessGroup) -> nn.Module:
+        reason = fp8.why_stock(module, dist.get_world_size(group))
+
+        def warn(reason: str) -> None:
+            _warn_stock(module, reason)
+
+        if reason is None:
+            made = fp8.row_parallel_forward(module, mesh, group.group_name, module.forward, warn)
+            module.forward = made
+        else:
+            warn(reason)
         return module
 
 

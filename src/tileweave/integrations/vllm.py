@@ -12,6 +12,9 @@ those calls, sizes for which ``tileweave.explain`` says "fused" run
 :func:`tileweave.matmul_all_reduce`; others run a matmul and vLLM's own all-reduce. This is decided
 inside one operator, by the number of rows, so that compiled graphs do not depend on it.
 
+In compiled graphs, a residual and RMSNorm that follow such a layer become part of its operator
+(``_vllm_norm.py``): vLLM's own fusion of them with the all-reduce does not see it.
+
 Tried once, in eager mode, without a GPU and on the unfused path: see ``docs/integrations/vllm.md``.
 """
 
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from inspect import getsource
 from typing import Any
 
 import torch
 
 VARIABLE = "TILEWEAVE_VLLM"
 OPERATOR = "tileweave_row_linear"
+WITH_NORM = f"{OPERATOR}_norm"
 
 
 def register() -> None:
@@ -44,13 +49,57 @@ def register() -> None:
     # a worker that is late for tileweave is late for vLLM, too
     os.environ.setdefault("TILEWEAVE_TIMEOUT", str(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
     PluggableLayer.register_oot(name="RowParallelLinear")(_layer())
+    _add_pass()
 
 
-def _layer() -> type:
-    """The subclass of vLLM's ``RowParallelLinear``. Made once, and only in a process of vLLM."""
+def _add_pass() -> None:
+    """Let vLLM run the pass of ``_vllm_norm.py`` on its graphs, before its own passes."""
+    from vllm.logger import init_logger
+
+    import tileweave
+    from tileweave.integrations import _vllm_norm
+
+    logger = init_logger("vllm.tileweave")
+    try:
+        from vllm.compilation.passes import inductor_pass, pass_manager
+        from vllm.ir.ops import fused_add_rms_norm  # noqa: F401 - makes the operator to look for
+    except ImportError as error:
+        logger.warning(
+            "tileweave: norms stay vLLM's, its passes are not where 0.32 has them: %s", error
+        )
+        return
+
+    class NormPass(inductor_pass.InductorPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            ops = torch.ops
+            found = _vllm_norm.fuse(
+                graph,
+                _vllm_norm.Operators(
+                    ops.vllm.tileweave_row_linear.default,
+                    ops.vllm.all_reduce.default,
+                    ops.vllm_ir.fused_add_rms_norm.default,
+                    ops.vllm.tileweave_row_linear_norm.default,
+                ),
+            )
+            if found:
+                logger.info_once("tileweave: residual and norm join %d layers of a graph", found)
+
+        def uuid(self) -> str:
+            return self.hash_source(getsource(_vllm_norm), tileweave.__version__)
+
+    configure = pass_manager.PostGradPassManager.configure
+
+    def with_ours(self: Any, config: Any) -> None:
+        configure(self, config)
+        self.passes.insert(0, NormPass())
+
+    pass_manager.PostGradPassManager.configure = with_ours
+
+
+def _define_operators() -> None:
+    """Define the two operators of compiled graphs: a layer, and a layer with residual and norm."""
     from vllm.distributed import parallel_state
     from vllm.logger import init_logger
-    from vllm.model_executor.layers import linear
     from vllm.utils.torch_utils import direct_register_custom_op
 
     from tileweave.ops.core.registration import explain
@@ -71,14 +120,18 @@ def _layer() -> type:
                 logger.info("tileweave, %s: %s", sizes, plan.summary)
         return paths[key]
 
-    def row_linear(
-        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: str
-    ) -> torch.Tensor:
+    def coordinator_of(group: str) -> Any:
         # vLLM's name of the group means the same in every process; torch's is a number, which may
         # be another group's by the time a cached graph is loaded
         coordinator = parallel_state._groups[group]()
         if coordinator is None:
             raise ValueError(f"group {group} is destroyed")
+        return coordinator
+
+    def row_linear(
+        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: str
+    ) -> torch.Tensor:
+        coordinator = coordinator_of(group)
         name = coordinator.device_group.group_name
         x = x.contiguous()
         if path_of(x, w, name) == "fused":
@@ -87,12 +140,53 @@ def _layer() -> type:
         y = coordinator.all_reduce(torch.nn.functional.linear(x, w))
         return y if bias is None else y + bias
 
+    def row_linear_norm(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        name = coordinator_of(group).device_group.group_name
+        x = x.contiguous()
+        if path_of(x, w, name) == "fused":
+            more = {"residual": residual, "norm_weight": weight, "norm_eps": eps}
+            y: Any = matmul_all_reduce(x, w, bias, group=name, **more)
+            return y
+        from vllm.ir.ops import fused_add_rms_norm
+
+        return fused_add_rms_norm(row_linear(x, w, bias, group), residual, weight, eps)
+
     def fake(
         x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: str
     ) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], w.shape[0]))
 
+    def fake_norm(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(residual), torch.empty_like(residual)
+
     direct_register_custom_op(op_name=OPERATOR, op_func=row_linear, fake_impl=fake)
+    direct_register_custom_op(op_name=WITH_NORM, op_func=row_linear_norm, fake_impl=fake_norm)
+
+
+def _layer() -> type:
+    """The subclass of vLLM's ``RowParallelLinear``. Made once, and only in a process of vLLM."""
+    from vllm.distributed import parallel_state
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers import linear
+
+    logger = init_logger("vllm.tileweave")  # vLLM shows only loggers below its own
+    _define_operators()
 
     class KeepsWeight(linear.UnquantizedLinearMethod):
         """On the CPU vLLM packs the weight for oneDNN and leaves an empty one: this keeps it."""

@@ -82,7 +82,8 @@ def by_rows(t: torch.Tensor) -> Scaled:
 
 def by_columns(t: torch.Tensor) -> Scaled:
     """t.T with a scale for each of its rows; zeros pad them to a multiple of 16."""
-    return by_rows(pad(t.t(), (0, -t.shape[0] % ALIGN)))
+    more = -t.shape[0] % ALIGN
+    return by_rows(pad(t.t(), (0, more)) if more else t.t())
 
 
 def multiply(
@@ -141,7 +142,8 @@ def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: 
         x.dtype in OUT_DTYPES.values() and all(t.dtype == x.dtype for t in tensors),
         lambda: f"{', '.join(str(t.dtype) for t in tensors)} with quantize={recipe!r}",
         "x, w and bias of bfloat16, or all of float16",
-        "convert them, or use torch.autocast; pass quantize='row' with an FP8 w",
+        "convert them, as layers of tileweave.nn do under torch.autocast; with an FP8 w pass "
+        "quantize='row'",
     )
     require(
         all(t.device == x.device for t in tensors),
