@@ -351,9 +351,11 @@ def _cut(
 ) -> tuple[TileSchedule, Parts]:
     """The schedule of tiles, and the layout of the parts of x."""
     rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
-    ranks, depth = transport.topology, x.shape[1]
-    problem = Problem(size, x.shape[0], w.shape[0], depth, itemsize, "", ranks.nodes)
+    depth = x.shape[1]
+    problem = Problem(size, x.shape[0], w.shape[0], depth, itemsize, "")
     if how is None:
+        ranks = transport.topology
+        problem = replace(problem, nodes=ranks.nodes)
         schedule = schedule_for(problem, config, rank, transport.machine)
         if config.transport == "nodes":
             return schedule, parts_over_nodes(schedule, config, ranks, depth)
