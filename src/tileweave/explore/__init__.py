@@ -9,5 +9,7 @@ and readers, so accesses without an order are found even if the values happen to
 
 ``memory`` is the memory model, ``tasks`` the scheduler, ``ranks`` makes ranks of tasks (host,
 programs, copy engines), ``interpreter`` connects them to Triton, ``strategies`` choose tasks,
-``scenarios`` define what runs, ``search`` runs, shrinks and prints.
+``scenarios`` define what runs, ``search`` runs, shrinks and prints. ``absent`` runs scenarios whose
+ranks are absent, late or paused. ``mutants`` makes faults from the syntax trees of kernels, and
+``mutate`` says which of them all this finds.
 """
