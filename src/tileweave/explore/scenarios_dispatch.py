@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from tileweave.explore.ranks import World
+from tileweave.explore.results import unwritten
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
@@ -104,11 +105,12 @@ class Dispatch:
         if seed % 2:
             experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
         world.know(rank, "plan", plan.table)
-        y = torch.full((plan.bound, self.sizes[0]), float("nan"))
+        y = unwritten(torch.empty(plan.bound, self.sizes[0]))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
         x, count = x.clone(), len(want)
         peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
         yield "y", y[:count], want
+        yield "y with the rows that do not exist", y, y
         rows = gather_rows(x, peers, plan.fields, self.experts, most, self.topk, rank, world.size)
         whole = [whole_numbers((most, self.sizes[1]), "x", r, seed) for r in range(world.size)]
         tokens = torch.cat(whole)[plan.row_entry[:count].long() // self.topk]

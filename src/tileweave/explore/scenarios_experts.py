@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from tileweave.explore.ranks import World
+from tileweave.explore.results import unwritten
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.combine import CombineConfig
@@ -48,7 +49,7 @@ class Combine:
         )
         if seed % 2:
             experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
-        out = torch.full_like(want, float("nan"))
+        out = unwritten(want)
         world.know(rank, "plan", plan.table)
         run_fused(y, experts, plan, weights, out, world.ranks[rank].group, self.config)
         yield "z", out, want
@@ -113,5 +114,5 @@ EXPERT_SCENARIOS = (
         2,
         weighted=False,
     ),
-    Combine("uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(20, 9)),
+    Combine("uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(21, 9)),
 )

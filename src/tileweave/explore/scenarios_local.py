@@ -267,6 +267,7 @@ def expert_rows(world: World, rank: int, seed: int) -> Found:
     from tileweave.ops.experts.routing_plan import reference_plan
 
     size, most, topk, experts = 3, 3 + seed % 2, 2, 2
+    rank %= size  # it computes alone, in worlds of other sizes, too
     width = (8, 24, 5)[seed % 3]
     ids = _ids(most, topk, experts, size, seed)
     if seed == 3:  # as many rows as there can be
@@ -328,7 +329,8 @@ def _weighed(world: World, rank: int, seed: int, plan, width: int) -> Found:
 
 def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
-    from tileweave.ops.matmul.quantize import FP8, _in_torch, _launcher
+    from tileweave.kernels.quantize import quantize_launcher
+    from tileweave.ops.matmul.quantize import FP8, _in_torch
 
     rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 256), (2, 40))[seed % 5]
     generator = torch.Generator().manual_seed(seed)
@@ -343,7 +345,7 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         blocks = kind == "block"
         data = torch.zeros(x.shape, dtype=torch.uint8)
         scales = torch.zeros(-(-depth // 128), rows) if blocks else torch.zeros(rows)
-        _launcher(rows, depth, blocks)(x, data, scales)
+        quantize_launcher(rows, depth, blocks)(x, data, scales)
         want, wide = _in_torch(x, kind)
         wide = wide.t().contiguous() if blocks else wide.view(-1)
         yield f"scales of a {kind}", scales, wide

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.explore.ranks import World
+from tileweave.explore.results import unwritten
 from tileweave.explore.scenarios import (
     POOL,
     Drawn,
@@ -59,7 +60,7 @@ class ScaledGather:
         product = ScaledProduct(Scaled(w.to(FP8), ones, of_w), None, self.kind, torch.float16)
         mine = slice(rank * rows, (rank + 1) * rows)
         parts = whole[mine].to(FP8), as_sent(scale[mine].clone(), self.kind)
-        out = torch.full(want.shape, float("nan"), dtype=torch.float16)
+        out = unwritten(want.half())
         world.transports[rank].captured = self.captured and number > 0
         plan = Plan("fused", "explored", self.config, world_size=world.size)
         run_scaled(parts, product, out, world.ranks[rank].group, plan)

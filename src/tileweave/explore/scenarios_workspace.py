@@ -16,6 +16,7 @@ from tileweave.errors import CaptureError, InputError, PeerTimeout
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios_local import Found, Local
 from tileweave.planning.machine import CPU, KERNELS
+from tileweave.planning.topology import Topology
 from tileweave.transport import protocol, workspace
 from tileweave.transport.interface import SymmetricBuffer
 from tileweave.transport.workspace import Instance, Registry, Workspace
@@ -28,6 +29,7 @@ class Noting:
 
     def __init__(self) -> None:
         self.device, self.machine, self.rank, self.world_size = CPU_DEVICE, CPU, 1, 3
+        self.topology = Topology.one_node(3)
         self.watch = None
         self.asked: list[str] = []
         self.captures = False
@@ -267,7 +269,7 @@ def calls(world: World, rank: int, seed: int) -> Found:
     begun.ledger = ledger
     yield equal("one instance", begun.instance("a", "sm") is begun.instance("a", "sm"), True)
     kinds = [begun.instance("a", kind)._copied for kind in ("sm", *workspace.COPIED)]
-    yield equal("kinds", kinds, [False, True, True])
+    yield equal("kinds", kinds, [False, True, True, True])
     transport.captures = True
     yield equal("first", raised(CaptureError, lambda: begun.instance("b", "sm")), True)
     begun.instance("a", "sm")

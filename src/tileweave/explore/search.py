@@ -11,6 +11,7 @@ import torch
 from tileweave.errors import require
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import COMPONENTS, MAX_PROGRAMS, World
+from tileweave.explore.results import written_outside
 from tileweave.explore.scenarios import PAYLOADS, Drawn, Scenario, same
 from tileweave.explore.scenarios import SCENARIOS as MATMULS
 from tileweave.explore.scenarios_dispatch import DISPATCH
@@ -242,6 +243,10 @@ def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
     for number in range(drawn.calls):
         for name, got, want in scenario.call(world, rank, number, drawn):
             world.read(rank, got)
+            if written_outside(got):
+                raise world.tasks.fail(
+                    "wrong result", f"rank {rank}, call {number}: stores next to {name}"
+                )
             if not torch.equal(got, want) and not (right := same(got, want)).all():
                 rows = (~right).reshape(got.shape[0], -1).any(dim=1).nonzero().flatten().tolist()
                 raise world.tasks.fail(
