@@ -30,6 +30,7 @@ CASES = [
     Case(36, 20, 24, op=AR, bias=True, residual=True, norm=True),
     Case(40, 33, 20, "float16", op=AR, integers=True, residual=True),
     Case(2, 9, 16, op=AR, bias=True),
+    Case(35, 9, 16, op=AR, norm=True, residual=True),  # rows that two ranks do not share equally
 ]
 
 

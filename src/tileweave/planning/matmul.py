@@ -174,8 +174,8 @@ def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
         what = f"{op} of FP8 operands" if p.fp8 else op
         return Plan("unfused", f"{where}: {what} has no path between nodes")
     each = p.world_size // p.nodes
-    if op == "matmul_all_reduce" and p.rows % each:
-        return Plan("unfused", f"{where}: {p.rows} rows are no multiple of {each}")
+    if op == "matmul_all_reduce" and p.rows < each:
+        return Plan("unfused", f"{where}: {p.rows} rows, less than a node has ranks")
     if choices.is_forced(op):
         config = choices.forced_config(op)
         return _planned(config if config and config.transport == "nodes" else None, "forced")

@@ -244,18 +244,18 @@ def reduce(
     group_name: str,
     chosen: Plan[MatmulConfig],
 ) -> None:
-    """matmul_all_reduce of plan ``chosen``: x [M, k], w [N, k], out [M, N]. M is a multiple of the
+    """matmul_all_reduce of plan ``chosen``: x [M, k], w [N, k], out [M, N]. M is at least the
     ranks of a node. With ``added.norm_weight`` out gets the norm of the sum, and ``residual_out``
     the sum."""
     sums = out if residual_out is None else residual_out
     with _call(REDUCE, group_name, x, chosen) as (ways, network):
         first = ways.node == 0  # where the bias is added
         traveling = []
-        for begin_, end in _chunks(x.shape[0] // ways.each, chosen):
-            part = slice(begin_ * ways.each, end * ways.each)
+        for part in _of_each(x.shape[0], ways.each, chosen):
             target = sums[part]
-            own = target if ways.each == 1 else target.new_empty(end - begin_, target.shape[1])
-            of_ranks = x[part].view(ways.each, end - begin_, x.shape[1])
+            rows = target.shape[0] // ways.each
+            own = target if ways.each == 1 else target.new_empty(rows, target.shape[1])
+            of_ranks = x[part].view(ways.each, rows, x.shape[1])
             _sum_in_node(ways, of_ranks, w, added.bias if first else None, own)
             traveling.append((own, target, network.queue(_bind(ways.rail.all_reduce, own))))
             if len(traveling) > _LATER:
@@ -271,6 +271,13 @@ def reduce(
 def _chunks(rows: int, chosen: Plan[MatmulConfig]) -> list[tuple[int, int]]:
     assert chosen.config is not None, "the unfused path has no config"
     return equal_parts(rows, chosen.config.num_slices)
+
+
+def _of_each(rows: int, each: int, chosen: Plan[MatmulConfig]) -> list[slice]:
+    """Chunks of ``rows``, of which each of ``each`` ranks sums as many. If these do not divide
+    ``rows``, the last chunk is the last ``each`` rows, some of which are also in the one before."""
+    chunks = [slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen)]
+    return [*chunks, slice(rows - each, rows)] if rows % each else chunks
 
 
 def _bind(transfer: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
