@@ -61,8 +61,8 @@ class CpuTransport:
             self.barrier()  # a rank that closed it now would fail those that still connect
         return self._rail
 
-    def inside(self) -> dist.ProcessGroup:
-        return part_of(self.group, self._near, "inside", self._texts, self.device)
+    def inside(self) -> str:
+        return part_of(self.group, self._near, "inside", self._texts, self.device).group_name
 
     def share(self, nbytes: int) -> dict[int, mmap.mmap]:
         return share(nbytes, self.rank, self._near, self._texts.exchange)

@@ -182,12 +182,12 @@ class CudaTransport:
         if self._rail is None:
             ranks = self.topology.rail(self.rank)
             group = part_of(self.group, ranks, "rail", self._meeting, self.device)
-            self._rail = NcclRail(group)
+            self._rail = NcclRail(group, self.device)
         return self._rail
 
-    def inside(self) -> dist.ProcessGroup:
+    def inside(self) -> str:
         near = self.topology.near(self.rank)
-        return part_of(self.group, near, "inside", self._meeting, self.device)
+        return part_of(self.group, near, "inside", self._meeting, self.device).group_name
 
     def share(self, nbytes: int) -> dict[int, mmap.mmap]:
         near = self.topology.near(self.rank)

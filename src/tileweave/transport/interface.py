@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from tileweave.planning.machine import Machine
     from tileweave.planning.topology import Topology
@@ -133,8 +132,8 @@ Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
 class Rail(Protocol):
-    """Collectives of the ranks with the index of this one inside their nodes: on a GPU by NCCL,
-    queued on the current stream; on the CPU by gloo, done on return.
+    """Collectives of the ranks with the index of this one inside their nodes: on a GPU by NCCL, on
+    a stream of their own; on the CPU by gloo, done when they begin.
 
     On the CPU a rank that does not come is a ``PeerTimeout``; on a GPU NCCL has its own time-out.
     Tensors are contiguous and of the same shape on all ranks.
@@ -143,6 +142,16 @@ class Rail(Protocol):
     def agree(self, call: int) -> Mapping[int, int]:
         """Tell the others a number for the call that follows, and return theirs, by rank. Empty on
         GPUs, where the host does not wait for peers."""
+        ...
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        """Have ``transfer()``, which calls one of the methods below, run after the work queued so
+        far and concurrently with work queued later. Returns what orders later work after it.
+        Transfers run in the order in which they were begun."""
+        ...
+
+    def join(self) -> None:
+        """Order later work after all transfers."""
         ...
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -245,6 +254,6 @@ class Spanning(Transport, Protocol):
         """What reaches other nodes. Collective the first time."""
         ...
 
-    def inside(self) -> dist.ProcessGroup:
-        """The ranks of this node. Collective the first time."""
+    def inside(self) -> str:
+        """The name of the group of the ranks of this node. Collective the first time."""
         ...

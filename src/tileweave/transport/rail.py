@@ -40,13 +40,29 @@ _POLL = 2e-4  # seconds
 class NcclRail:
     """A rail whose ranks are ``group``, in the order of their nodes."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        # its kernels get multiprocessors before those of a matmul that is queued later
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
         me = dist.get_rank(group)
         self._far = [int(at != me) for at in range(group.size())]
 
     def agree(self, call: int) -> Mapping[int, int]:
         return {}
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            transfer()
+            done = self._last = torch.cuda.Event()
+            done.record()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def join(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            torch.cuda.current_stream().wait_event(last)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         queue_all_gather(out, x, self._group)
@@ -107,6 +123,13 @@ class GlooRail:
         self.all_gather(words, torch.tensor([call]))
         told = {rank: int(word) for rank, word in zip(self.ranks, words, strict=True)}
         return {rank: word for rank, word in told.items() if rank != self.ranks[self._me]}
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        transfer()
+        return lambda: None
+
+    def join(self) -> None:
+        pass
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         mine = x.contiguous().view(-1).view(torch.uint8)  # gloo has no 2-byte floats

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -50,7 +49,7 @@ from torch.nn.functional import rms_norm
 
 from tileweave.errors import CaptureError, RankMismatchError
 from tileweave.ops.core.collectives import enter_launch_order_of, leave_launch_order_of
-from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.ops.core.registry import workspace_of
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
 from tileweave.ops.matmul.cublas import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import Added
@@ -100,52 +99,15 @@ def _ways(workspace: Workspace) -> _Ways:
             )
         inside = None
         if ranks.per_node > 1:
-            inside = workspace_of(name_of(transport.inside()), transport.device)
+            inside = workspace_of(transport.inside(), transport.device)
         node = ranks.node_of[transport.rank]
         found = _Ways(ranks.nodes, ranks.per_node, node, transport.rail(), inside)
         _FOUND[workspace] = found
     return found
 
 
-# --- Streams ---
-
-
-class _Network:
-    """Queues transfers on a stream of their own; on the CPU they are done at once."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._stream = _stream_of(like.get_device()) if like.is_cuda else None
-        self._last: torch.cuda.Event | None = None
-
-    def queue(self, transfer: Callable[[], None]) -> Callable[[], None]:
-        """Queue a transfer after the work queued so far. Returns what orders later work after
-        it."""
-        if self._stream is None:
-            transfer()
-            return lambda: None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            transfer()
-            done = self._last = torch.cuda.Event()
-            done.record()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def join(self) -> None:
-        """Order later work after all transfers."""
-        if self._last is not None:
-            torch.cuda.current_stream().wait_event(self._last)
-
-
-@lru_cache(maxsize=16)
-def _stream_of(index: int) -> torch.cuda.Stream:
-    """Its kernels get multiprocessors before those of a matmul that follow."""
-    return torch.cuda.Stream(index, priority=-1)
-
-
 @contextmanager
-def _call(
-    op: str, group_name: str, x: torch.Tensor, chosen: Plan[MatmulConfig]
-) -> Iterator[tuple[_Ways, _Network]]:
+def _call(op: str, group_name: str, x: torch.Tensor, chosen: Plan[MatmulConfig]) -> Iterator[_Ways]:
     """A call: it is compared with those of peers, and is in the launch order of the device."""
     workspace = workspace_of(group_name, x.device)
     ways, ledger, posted = _ways(workspace), workspace.ledger, False
@@ -155,7 +117,7 @@ def _call(
             ledger.post(op, chosen.checksum)
         finally:
             CALL.posted = posted = ledger.calls > calls
-    network, done = _Network(x), False
+    done = False
     enter_launch_order_of(x)
     try:
         if not ledger.hear(ways.rail.agree(ledger.entry)):
@@ -165,11 +127,11 @@ def _call(
                 "calls in the same order; remedy: look at what the ranks of other nodes call, "
                 "then tileweave.close(group), and call again on every rank"
             )
-        yield ways, network
+        yield ways
         done = True
     finally:
         CALL.posted = posted and not done  # calls inside the node have set it, too
-        network.join()
+        ways.rail.join()
         leave_launch_order_of(x)
 
 
@@ -187,7 +149,7 @@ def gather(
 ) -> None:
     """all_gather_matmul of plan ``chosen``: x [m, K], w [n, K], out [R m, n], gathered [R m, K]."""
     rows = x.shape[0]
-    with _call(GATHER, group_name, x, chosen) as (ways, network):
+    with _call(GATHER, group_name, x, chosen) as ways:
         places = out.view(ways.nodes, ways.each, rows, out.shape[1])
         kept = None
         if gathered is not None:
@@ -196,7 +158,7 @@ def gather(
         for begin_, end in _chunks(rows, chosen):
             arrived = x.new_empty(ways.nodes, end - begin_, x.shape[1])
             transfer = _bind(ways.rail.all_gather, arrived, x[begin_:end])
-            arriving.append((begin_, end, arrived, network.queue(transfer)))
+            arriving.append((begin_, end, arrived, ways.rail.begin(transfer)))
         whole = (out,) if gathered is None else (out, gathered)
         keep = None if kept is None else kept[ways.node]
         _multiply_in_node(ways, x, w, bias, places[ways.node], keep, whole)
@@ -218,14 +180,14 @@ def scatter(
 ) -> None:
     """matmul_reduce_scatter of plan ``chosen``: x [R m, k], w [N, k], out [m, N]."""
     rows, cols = out.shape
-    with _call(SCATTER, group_name, x, chosen) as (ways, network):
+    with _call(SCATTER, group_name, x, chosen) as ways:
         owned = x.view(ways.nodes, ways.each, rows, x.shape[1])
         traveling = []
         for begin_, end in _chunks(rows, chosen):
             sums, arrived = (out.new_empty(ways.nodes - 1, end - begin_, cols) for _ in range(2))
             for at, node in enumerate(ways.others):
                 _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[at])
-            wait = network.queue(_bind(ways.rail.all_to_all, arrived, sums))
+            wait = ways.rail.begin(_bind(ways.rail.all_to_all, arrived, sums))
             # kept until the end of the call: the network reads them
             traveling.append((begin_, end, sums, arrived, wait))
         own = torch.empty_like(out)
@@ -248,7 +210,7 @@ def reduce(
     ranks of a node. With ``added.norm_weight`` out gets the norm of the sum, and ``residual_out``
     the sum."""
     sums = out if residual_out is None else residual_out
-    with _call(REDUCE, group_name, x, chosen) as (ways, network):
+    with _call(REDUCE, group_name, x, chosen) as ways:
         first = ways.node == 0  # where the bias is added
         traveling = []
         for part in _of_each(x.shape[0], ways.each, chosen):
@@ -257,7 +219,7 @@ def reduce(
             own = target if ways.each == 1 else target.new_empty(rows, target.shape[1])
             of_ranks = x[part].view(ways.each, rows, x.shape[1])
             _sum_in_node(ways, of_ranks, w, added.bias if first else None, own)
-            traveling.append((own, target, network.queue(_bind(ways.rail.all_reduce, own))))
+            traveling.append((own, target, ways.rail.begin(_bind(ways.rail.all_reduce, own))))
             if len(traveling) > _LATER:
                 _gather_in_node(ways, traveling.pop(0), sums)
         for each in traveling:
