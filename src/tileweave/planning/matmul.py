@@ -15,6 +15,7 @@ from tileweave.planning.candidates import PLANNED, can_run
 from tileweave.planning.machine import Machine
 from tileweave.planning.planner import planner_of
 from tileweave.planning.problem import (
+    FUSED_WORLD_SIZES,
     MOST_ELEMENTS,
     MatmulConfig,
     Plan,
@@ -149,7 +150,8 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
     """What can run, then what is fastest: measured here, otherwise predicted."""
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {PLANNED[op].purpose}")
-    reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
+    near = max(p.world_size // p.nodes, 2)  # ranks that share memory
+    reason = why_unfused(near, (p.rows, p.cols, p.depth), machine, interpreting)
     if reason is None and p.rows * p.depth > MOST_ELEMENTS:
         reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
     if reason is not None:
@@ -196,7 +198,7 @@ def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
 
 
 def _plan_nodes_cpu(op: str, p: Problem, where: str) -> Plan[MatmulConfig]:
-    if op != "all_gather_matmul":
+    if op != "all_gather_matmul" or p.world_size > FUSED_WORLD_SIZES[-1]:
         return Plan("fused", f"{where}, interpreted; {p.rows} rows", _chunks_config(3))
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     if p.rows < tile:
