@@ -32,6 +32,7 @@ from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
 from tests.explore.mutants_gather import MUTANTS as GATHERS
 from tests.explore.mutants_nodes import MUTANTS as NODES
+from tests.explore.mutants_over_nodes import MUTANTS as OVER_NODES
 from tests.explore.mutants_scaled import MUTANTS as SCALED
 
 MUTANTS = (
@@ -42,6 +43,7 @@ MUTANTS = (
     *EXCHANGES,
     *GATHERS,
     *NODES,
+    *OVER_NODES,
     *CHUNKS,
     *SCALED,
 )
@@ -95,7 +97,8 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
                     for name in names:
                         tried += 1
                         # two nodes of two ranks, which push inside their node
-                        sizes = (2, 4) if "/nodes" in name else (2, 3)
+                        over_nodes = "nodes" in name.partition("/")[2]
+                        sizes = (3, 4) if over_nodes else (2, 3)
                         found = run(Seed(name, sizes[tried % 2], strategy, number), enter)
                         if found.failure is not None and "--story" in sys.argv:
                             print(

@@ -60,6 +60,7 @@ class OverNodes:
         seed, size, group = at % POOL, world.size, world.ranks[rank].group
         config = MatmulConfig("library", "nodes", 16, 16, 16, 1, 4, num_slices=self.chunks)
         plan = Plan("fused", "explored", config)
+        whole = torch.empty(0)
         if self.op == AG:
             whole, w, want = gather_operands(drawn.payload, (rows, cols, depth), size, rank, seed)
             x = whole[rank * rows : (rank + 1) * rows]
