@@ -7,8 +7,8 @@ from tests.explore.mutants import AG, AR, RS, Mutant
 OVER = "ops/matmul/over_nodes.py"
 GATHER, SCATTER, REDUCE = AG + "over nodes", RS + "over nodes", AR + "over nodes"
 _SUMS = (
-    "            for at, node in enumerate(ways.others):\n"
-    "                _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[at])\n"
+    "            for node in ways.others:\n"
+    "                _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[node])\n"
 )
 _BEGIN = "            wait = ways.rail.begin(_bind(ways.rail.all_to_all, arrived, sums))\n"
 _GATHERED = "own, target, wait = traveling\n    wait()\n"
@@ -80,16 +80,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "node sums go to nodes in the reverse order",
         OVER,
-        "None, sums[at]",
-        "None, sums[-1 - at]",
+        "None, sums[node]",
+        "None, sums[-1 - node]",
         SCATTER,
     ),
     Mutant("each node sums the rows of the first", OVER, "owned[ways.node]", "owned[0]", SCATTER),
     Mutant(
         "the bias is added to each node sum",
         OVER,
-        "w, None, sums[at]",
-        "w, bias, sums[at]",
+        "w, None, sums[node]",
+        "w, bias, sums[node]",
         SCATTER,
     ),
     Mutant(

@@ -12,7 +12,7 @@ from tileweave.planning.matmul import (
     plan_matmul_reduce_scatter,
 )
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.planning.schedules.chunks import equal_parts
+from tileweave.planning.schedules.chunks import parts_by_weight
 
 H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
 PLANNERS = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_reduce)
@@ -29,17 +29,19 @@ def chunks(plan: Plan[MatmulConfig]) -> int:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_as_many_chunks_as_fill_a_device(planner) -> None:
-    assert chunks(planned(planner, 512, 4096, 4096)) == 1
-    assert chunks(planned(planner, 1024, 4096, 4096)) == 2
-    assert chunks(planned(planner, 8192, 8192, 8192)) == 8
+def test_chunks_follow_the_matmul(planner) -> None:
+    found = [
+        chunks(planned(planner, rows, cols, 8192))
+        for rows, cols in ((512, 2048), (4096, 4096), (8192, 65536))
+    ]
+    assert found == [1, 2, 4]
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_sixteen_ranks_of_two_nodes(planner) -> None:
     rows = 8192 if planner is plan_matmul_all_reduce else 1024
     plan = planned(planner, rows, 8192, 8192, world_size=16)
-    assert chunks(plan) == 4 and "2 nodes x 8" in plan.reason
+    assert chunks(plan) >= 2 and "2 nodes x 8" in plan.reason
     assert planned(planner, rows, 8192, 8192, world_size=32).path == "unfused"  # 16 ranks each
     assert planned(planner, rows, 8192, 8192, world_size=16, nodes=1).path == "unfused"
 
@@ -59,9 +61,11 @@ def test_what_runs_unfused(planner, rows: int, more: dict, reason: str) -> None:
     assert plan.path == "unfused" and reason in plan.reason and "2 nodes" in plan.reason
 
 
-@pytest.mark.parametrize(("rows", "count"), [(10, 3), (3, 8), (1, 1), (16, 4)])
-def test_equal_parts(rows: int, count: int) -> None:
-    parts = equal_parts(rows, count)
+@pytest.mark.parametrize("rows", [1, 2, 7, 100, 1024])
+@pytest.mark.parametrize("weights", [(1,), (4, 2, 1), (1, 2, 2, 1)])
+def test_parts_by_weight(rows: int, weights: tuple[int, ...]) -> None:
+    parts = parts_by_weight(rows, weights, 128)
     assert [row for begin, end in parts for row in range(begin, end)] == list(range(rows))
-    sizes = [end - begin for begin, end in parts]
-    assert len(parts) <= count and len({*sizes[:-1]}) <= 1 and sizes[-1] <= sizes[0]
+    assert len(parts) <= len(weights) and all(end > begin for begin, end in parts)
+    if rows == 1024:
+        assert all(begin % 128 == 0 for begin, _ in parts)

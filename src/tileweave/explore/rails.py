@@ -112,7 +112,8 @@ class ModelRail:
         out[self._ranks.index(self._rank.rank)].copy_(x)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._swap(dict(zip(self._far, x, strict=True)), dict(zip(self._far, out, strict=True)))
+        given, places = (dict(zip(self._ranks, parts, strict=True)) for parts in (x, out))
+        self._swap(given, places)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         parts = {rank: torch.full_like(x, float("nan")) for rank in self._ranks}
@@ -133,7 +134,8 @@ class ModelRail:
             while key not in self._sent:
                 tasks.block()
             data, place = self._sent.pop(key), places[other]
-            assert place.is_contiguous() and place.numel() * place.element_size() == len(data)
+            fits = place.is_contiguous() and place.numel() * place.element_size() == len(data)
+            assert fits, f"{len(data)} bytes into {tuple(place.shape)}"
             step = max(len(data) // PIECES, 1)
             for begin in range(0, len(data), step):
                 point()

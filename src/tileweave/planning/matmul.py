@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from tileweave.planning import choices
 from tileweave.planning.candidates import PLANNED, can_run
@@ -190,11 +191,25 @@ def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     rows = p.rows // each if op == "matmul_all_reduce" else p.rows  # that this rank sends
     width = p.depth if op == "all_gather_matmul" else p.cols
     sent = rows * width * p.itemsize
-    if sent < _CHUNK_BYTES or rows < _CHUNK_ROWS:
+    if sent < _LEAST_BYTES or rows < _LEAST_ROWS:
         return Plan("unfused", f"{where}: {sent} bytes in {rows} rows are too little to hide")
-    most = min(sent // _CHUNK_BYTES, rows // _CHUNK_ROWS, rows * p.cols // _CHUNK_ELEMENTS)
-    config = _chunks_config(max(min(most, _MOST_CHUNKS), 1))
-    return Plan("fused", f"{where}; {sent} bytes cross per rank", config)
+    return Plan(
+        "fused", f"{where}; {sent} bytes cross per rank", _chunks_config(_chunks(op, p, rows))
+    )
+
+
+def _chunks(op: str, p: Problem, rows: int) -> int:
+    """Chunks of a call between nodes, of which this rank sends ``rows``: one more, as long as that
+    hides more of the matmul than it costs. They grow or shrink by a factor of two."""
+    products, near = p.rows * p.cols * p.depth, p.world_size // p.nodes
+    if op == "matmul_all_reduce":
+        most = 1 if products < _CHUNK_PRODUCTS else 2 if products < 4 * _CHUNK_PRODUCTS else 4
+        return min(most, max(rows // _LEAST_ROWS, 1))
+    exposed = [(p.world_size - near) * products / (2**n - 1) for n in range(1, _MOST_CHUNKS + 1)]
+    return 1 + sum(
+        one - following > _CHUNK_PRODUCTS and rows >= (2 ** (n + 2) - 1) * _LEAST_ROWS
+        for n, (one, following) in enumerate(pairwise(exposed))
+    )
 
 
 def _plan_nodes_cpu(op: str, p: Problem, where: str) -> Plan[MatmulConfig]:
@@ -295,10 +310,11 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
 
 
 _ACROSS_NODES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-# A chunk between nodes has at least: bytes that take 40 us at 400 Gb/s, more than NCCL takes to
-# begin; rows, and elements of a result, whose matmul is about one wave of tiles of 128 x 128.
-_CHUNK_BYTES, _CHUNK_ROWS, _CHUNK_ELEMENTS = 2 << 20, 256, 2 << 20
-_MOST_CHUNKS = 8  # of the shorter of transfer and matmul an eighth is not hidden
+# What is sent between nodes has at least: bytes that take 40 us at 400 Gb/s, more than NCCL takes
+# to begin; rows, whose matmul is about one wave of tiles. One more chunk costs about 200 us over
+# sockets, in which an H100 has this many multiply-adds, and less over InfiniBand.
+_LEAST_BYTES, _LEAST_ROWS, _CHUNK_PRODUCTS = 2 << 20, 256, 1 << 36
+_MOST_CHUNKS = 4
 _NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)

@@ -180,8 +180,9 @@ class CudaTransport:
 
     def rail(self) -> NcclRail:
         if self._rail is None:
-            ranks = self.topology.rail(self.rank)
-            group = part_of(self.group, ranks, "rail", self._meeting, self.device)
+            group, ranks = self.group, self.topology.rail(self.rank)
+            if len(ranks) < self.world_size:  # else a second communicator would only be colder
+                group = part_of(group, ranks, "rail", self._meeting, self.device)
             self._rail = NcclRail(group, self.device)
         return self._rail
 

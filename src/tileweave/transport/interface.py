@@ -159,8 +159,8 @@ class Rail(Protocol):
         ...
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Part p of x [N-1, ...] goes to the p-th of the other nodes; part p of ``out``, of the
-        same shape, comes from it."""
+        """Part p of x [N, ...] goes to node p; part p of ``out``, of the same shape, comes from
+        it. The own parts are not used and not defined."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> None:

@@ -45,6 +45,10 @@ class NcclRail:
         # its kernels get multiprocessors before those of a matmul that is queued later
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
+        self._me = dist.get_rank(group)
+        # its kernels get multiprocessors before those of a matmul that is queued later
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
         me = dist.get_rank(group)
         self._far = [int(at != me) for at in range(group.size())]
 
@@ -68,7 +72,10 @@ class NcclRail:
         queue_all_gather(out, x, self._group)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        queue_all_to_all(out, x, self._group, self._far)
+        if self._group.size() == 2:  # as many bytes; over sockets a quarter faster
+            queue_all_gather(out, x[1 - self._me], self._group)
+        else:
+            queue_all_to_all(out, x, self._group)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         queue_all_reduce(x, self._group)
@@ -143,11 +150,11 @@ class GlooRail:
             )
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        everything = x.new_empty(len(self.ranks), *x.shape)
-        self.all_gather(everything, x)
         far = [at for at in range(len(self.ranks)) if at != self._me]
-        for place, at in enumerate(far):
-            out[place].copy_(everything[at, self._me - (self._me > at)])
+        everything = x.new_empty(len(self.ranks), len(far), *x.shape[1:])
+        self.all_gather(everything, x[far])
+        for at in far:
+            out[at].copy_(everything[at, self._me - (self._me > at)])
 
     def all_reduce(self, x: torch.Tensor) -> None:
         everything = x.new_empty(len(self.ranks), *x.shape)

@@ -39,7 +39,7 @@ different nodes NCCL has a time-out of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -55,11 +55,18 @@ from tileweave.ops.matmul.cublas import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.planning.schedules.chunks import equal_parts
+from tileweave.planning.schedules.chunks import parts_by_weight
 from tileweave.transport.interface import Rail, Spanning
 from tileweave.transport.workspace import CALL, Workspace
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+# Relative sizes of chunks. An all-gather hides all matmuls but that of its last chunk, a
+# reduce-scatter all but that of its first; an all-reduce neither the first matmul nor the last
+# transfer. So these are small, with few chunks in all, as each costs a launch of NCCL.
+_SHRINKING = ((1,), (2, 1), (4, 2, 1), (8, 4, 2, 1))
+_GROWING = ((1,), (1, 2), (1, 2, 4), (1, 2, 4, 8))
+_EVEN = ((1,), (1, 1), (1, 2, 1), (1, 2, 2, 1))
+_UNIT = 128  # rows: of a tile of cuBLAS
 _LATER = 2  # chunks of an all-reduce that are multiplied before the first is gathered in the node
 
 
@@ -155,7 +162,7 @@ def gather(
         if gathered is not None:
             kept = gathered.view(ways.nodes, ways.each, rows, x.shape[1])
         arriving = []
-        for begin_, end in _chunks(rows, chosen):
+        for begin_, end in _chunks(rows, chosen, _SHRINKING):
             arrived = x.new_empty(ways.nodes, end - begin_, x.shape[1])
             transfer = _bind(ways.rail.all_gather, arrived, x[begin_:end])
             arriving.append((begin_, end, arrived, ways.rail.begin(transfer)))
@@ -183,10 +190,10 @@ def scatter(
     with _call(SCATTER, group_name, x, chosen) as ways:
         owned = x.view(ways.nodes, ways.each, rows, x.shape[1])
         traveling = []
-        for begin_, end in _chunks(rows, chosen):
-            sums, arrived = (out.new_empty(ways.nodes - 1, end - begin_, cols) for _ in range(2))
-            for at, node in enumerate(ways.others):
-                _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[at])
+        for begin_, end in _chunks(rows, chosen, _GROWING):
+            sums, arrived = (out.new_empty(ways.nodes, end - begin_, cols) for _ in range(2))
+            for node in ways.others:
+                _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[node])
             wait = ways.rail.begin(_bind(ways.rail.all_to_all, arrived, sums))
             # kept until the end of the call: the network reads them
             traveling.append((begin_, end, sums, arrived, wait))
@@ -230,15 +237,20 @@ def reduce(
             out.copy_(rms_norm(sums, (sums.shape[-1],), added.norm_weight, added.norm_eps))
 
 
-def _chunks(rows: int, chosen: Plan[MatmulConfig]) -> list[tuple[int, int]]:
+def _chunks(
+    rows: int, chosen: Plan[MatmulConfig], weights: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """(begin, end) of the chunks of ``rows``. ``weights``: of one chunk, of two, and so on."""
     assert chosen.config is not None, "the unfused path has no config"
-    return equal_parts(rows, chosen.config.num_slices)
+    return parts_by_weight(rows, weights[min(chosen.config.num_slices, len(weights)) - 1], _UNIT)
 
 
 def _of_each(rows: int, each: int, chosen: Plan[MatmulConfig]) -> list[slice]:
     """Chunks of ``rows``, of which each of ``each`` ranks sums as many. If these do not divide
     ``rows``, the last chunk is the last ``each`` rows, some of which are also in the one before."""
-    chunks = [slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen)]
+    chunks = [
+        slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen, _EVEN)
+    ]
     return [*chunks, slice(rows - each, rows)] if rows % each else chunks
 
 
@@ -343,13 +355,13 @@ def _gather_in_node(
 
 
 def _add_in_order(own: torch.Tensor, arrived: torch.Tensor, node: int, out: torch.Tensor) -> None:
-    """out = the sum over nodes of ``own`` [r, N] and those of the others [nodes - 1, r, N], added
-    in the order of nodes in float32 and rounded once."""
-    if arrived.shape[0] == 1:  # of two there is one order
-        torch.add(own, arrived[0], out=out)
+    """out = the sum over nodes of ``own`` [r, N] and of ``arrived`` [nodes, r, N], whose own part
+    is not used; added in the order of nodes in float32 and rounded once."""
+    if arrived.shape[0] == 2:  # of two there is one order
+        torch.add(own, arrived[1 - node], out=out)
         return
-    parts = [*arrived[:node].unbind(), own, *arrived[node:].unbind()]
-    total = parts[0].float() if own.dtype != torch.float64 else parts[0].clone()
+    parts = [own if at == node else part for at, part in enumerate(arrived)]
+    total = parts[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
     out.copy_(total)

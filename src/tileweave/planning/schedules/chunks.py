@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tileweave.planning.schedules.gather import cdiv
 
 
-def equal_parts(rows: int, count: int) -> list[tuple[int, int]]:
-    """(begin, end) of at most ``count`` chunks of ``rows``, equal but for the last, which is the
-    smaller one."""
-    step = cdiv(rows, count)
-    return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+def parts_by_weight(rows: int, weights: Sequence[int], unit: int = 1) -> list[tuple[int, int]]:
+    """(begin, end) of at most ``len(weights)`` chunks of ``rows``, as large as ``weights`` say; of
+    multiples of ``unit`` rows where there are enough."""
+    total = sum(weights)
+    unit = unit if rows >= unit * total else 1
+    ends = [rows * sum(weights[: at + 1]) // (total * unit) * unit for at in range(len(weights))]
+    ends[-1] = rows
+    return [(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
 
 
 def fits_chunks(rows: int, world_size: int, tile_m: int) -> bool:
