@@ -156,9 +156,12 @@ def by_copy_engines(me: Member) -> None:
     both slots."""
     library = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
     kernel = MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4)
+    pushed = replace(kernel, transport="sm")
     calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
+    calls += product((RS,), KINDS, (kernel, pushed))
     for op, kinds, config in calls:
-        rows = 16 if op == AG else 16 * me.world_size
+        # pushed tiles span ranks; the second tile of a rank that copy engines take is not whole
+        rows = 16 if op == AG else (5 if config is pushed else 18) * me.world_size
         case = Case(op, rows, kinds=kinds, bias=True, dtype=torch.float16)
         with choices.forced(op, config):
             first = check(case, me, 7)

@@ -318,7 +318,7 @@ def scatter(
     if out is None:
         rows = x.shape[0] // made.chosen.world_size
         out = x.new_empty(rows, w.shape[0], dtype=made.product.dtype)
-    matmul_reduce_scatter_fused.run_library(
+    matmul_reduce_scatter_fused.run_scaled(
         made.parts, made.product, bias, out, group_name, made.chosen
     )
     return out
