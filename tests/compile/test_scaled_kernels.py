@@ -137,19 +137,20 @@ PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
 
 
 @pytest.mark.parametrize(
-    ("config", "blocks"),
+    ("config", "blocks", "mirrored"),
     [
-        (SCATTER_WIDE, False),
-        (replace(SCATTER_WIDE, split_tail=True, team=4), False),
-        (SCATTER_SQUARE, False),
-        (SCATTER_SQUARE, True),
-        (PUSHED, False),
-        (replace(SCATTER_SQUARE, kernel="triton"), True),
-        (replace(SCATTER_SQUARE, kernel="triton"), False),
+        (SCATTER_WIDE, False, False),
+        (replace(SCATTER_WIDE, split_tail=True, team=4), False, False),
+        (SCATTER_WIDE, False, True),
+        (SCATTER_SQUARE, False, False),
+        (SCATTER_SQUARE, True, True),
+        (PUSHED, False, False),
+        (replace(SCATTER_SQUARE, kernel="triton"), True, False),
+        (replace(SCATTER_SQUARE, kernel="triton"), False, False),
     ],
-    ids=["wide", "wide-cut", "square", "square-blocks", "push", "triton-blocks", "triton"],
+    ids=["wide", "cut", "mirrored", "square", "square-blocks", "push", "triton-blocks", "triton"],
 )
-def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool) -> None:
+def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool, mirrored: bool) -> None:
     rows, kind = 256, torch.float8_e4m3fn
     config = replace(config, num_stages=3) if config.kernel == "triton" else config
     problem = Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, "")
@@ -162,15 +163,15 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool) -> N
     scaling = scatter_plain.Scaling(blocks, False, False, out.dtype)
     if config.kernel == "hopper":
         launch = scatter_hopper.launcher(
-            peers, schedule, config, kind, DEPTH, w.stride(), True, scaling=scaling
+            peers, schedule, config, kind, DEPTH, w.stride(), True, mirrored, mirrored, scaling
         )
     else:
         launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
     given = None if config.transport == "sm" else staging
+    more = (torch.empty_like(out), torch.empty_like(out)) if mirrored else (None, None)
     compiled = compile_one(
-        lambda: launch(x, w, bias.to(out.dtype), out, given, 0, None, None, scales), TARGET
+        lambda: launch(x, w, bias.to(out.dtype), out, given, 0, *more, scales), TARGET
     )
-    print(config, blocks, compiled.registers, compiled.spills, compiled.shared_bytes)
     assert compiled.fits_shared, compiled.shared_bytes
     assert compiled.spills is not None and compiled.spills <= STACK
     shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"

@@ -159,10 +159,13 @@ def by_copy_engines(me: Member) -> None:
     pushed = replace(kernel, transport="sm")
     calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
     calls += product((RS,), KINDS, (kernel, pushed))
+    calls += product((AR,), KINDS[::2], (replace(kernel, row_chunks=2),))
     for op, kinds, config in calls:
-        # pushed tiles span ranks; the second tile of a rank that copy engines take is not whole
-        rows = 16 if op == AG else (5 if config is pushed else 18) * me.world_size
-        case = Case(op, rows, kinds=kinds, bias=True, dtype=torch.float16)
+        # pushed tiles span ranks; of those that copy engines take, the last is not whole; 67 rows
+        # are two chunks, and rows that are in both
+        of_rank = 5 if config is pushed else 18
+        rows = {AG: 16, RS: of_rank * me.world_size, AR: 67}[op]
+        case = Case(op, rows, kinds=kinds, bias=True, norm=op == AR, dtype=torch.float16)
         with choices.forced(op, config):
             first = check(case, me, 7)
             check(case, me, 8)

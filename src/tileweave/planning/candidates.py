@@ -93,6 +93,16 @@ _FP8_SCATTER = (
 )
 
 
+_FP8_REDUCE = (
+    *_by_cublas(_REDUCE),
+    *(
+        replace(_uncut(wide, slices), row_chunks=chunks)
+        for wide in (_FP8_WIDE, replace(_SQUARE, tile_k=128, group_m=8))
+        for chunks, slices in ((1, 2), (2, 2), (4, 2))
+    ),
+)
+
+
 _EXCHANGE_AFTER = (
     _launch(128),
     _launch(256),
@@ -132,7 +142,7 @@ class MatmulOperator:
 _PLANNED = (
     MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER),
     MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER, _FP8_SCATTER),
-    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _by_cublas(_REDUCE)),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _FP8_REDUCE),
     MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
     MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
 )
@@ -194,7 +204,7 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 def _takes_fp8(op: str, c: MatmulConfig, p: Problem) -> bool:
     """Whether a kernel of ours takes FP8 operands with these tiles."""
     known = op == "matmul_reduce_scatter" or (
-        op == "all_gather_matmul" and c.transport == "copy_engine"
+        op in ("all_gather_matmul", "matmul_all_reduce") and c.transport == "copy_engine"
     )
     # tiles of more columns have no registers for a second accumulator
     return known and c.tile_k == 128 and (c.tile_n <= 128 or p.keeps_sums)

@@ -435,8 +435,8 @@ def reduce(
         )
         return data.view(FP8), _scale_of(scale, quantize_out), kept
     y = x.new_empty(rows, cols, dtype=dtype) if out is None else out
-    if config.kernel == "library":
-        matmul_all_reduce_fused.run_library(
+    if config.kernel == "library" or w_scale is not None:
+        matmul_all_reduce_fused.run_scaled(
             made.parts, made.product, added, y, kept, group_name, made.chosen
         )
     else:
