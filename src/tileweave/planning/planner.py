@@ -115,26 +115,28 @@ def _place(p: Problem) -> tuple[float, ...]:
 def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -> Planner:
     """The planner of ``op`` with all that is known of ``machine``.
 
-    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of 16-bit ones near a shape
-    correct them, too, where the same config was measured; times of FP8 say nothing about other
-    calls, nor about those with scales of another kind.
+    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
+    calls, nor about those with scales of another kind. Those of 16-bit operands correct configs
+    that were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
         known = tuple(
-            Measurement(
-                one.op,
-                one.problem,
-                {c: us for c, us in one.us.items() if c is None or c.kernel == "library"},
+            replace(
+                one, us={c: us for c, us in one.us.items() if c is None or c.kernel == "library"}
             )
             for one in known
         )
     measured = (*known, *choices.installed(op))
-    like = [
-        one for one in measured if not one.problem.fp8 or (fp8 and one.problem.scales == scales)
+    wide = [one for one in measured if not one.problem.fp8]
+    own = [one for one in measured if fp8 and one.problem.fp8 and one.problem.scales == scales]
+    seen = {config for one in own for config in one.us}
+    others = [
+        replace(one, us={config: us for config, us in one.us.items() if config not in seen})
+        for one in wide
     ]
-    return Planner(op, machine, tuple(like))
+    return Planner(op, machine, (*own, *others))
 
 
 choices.on_change(planner_of.cache_clear)
