@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from tileweave.errors import require
+from tileweave.planning.problem import MatmulConfig
 
 FP8 = torch.float8_e4m3fn
 GREATEST = 448.0  # of FP8
@@ -255,6 +256,23 @@ def as_scaled_mm_reads(x: Scaled, w: Scaled) -> tuple[torch.Tensor, ...]:
 
 
 # --- Checks ---
+
+
+def check_tile(config: MatmulConfig, product: ScaledProduct) -> None:
+    """Raise :class:`InputError` where kernels of ours cannot run ``product`` with the tiles of
+    ``config``."""
+    require(
+        config.tile_n <= 128 or (product.fast_accum and product.kind != "block"),
+        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
+        "such tiles with fast_accum=True and scales of tensors or rows",
+        "pass a config with tiles of 128 columns",
+    )
+    require(
+        config.tile_k == BLOCK,
+        f"FP8 operands in tiles of {config.tile_k} of K",
+        f"tiles of {BLOCK}",
+        "pass such a config, or one of cuBLAS",
+    )
 
 
 def check_scaled(
