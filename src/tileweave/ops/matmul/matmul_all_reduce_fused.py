@@ -39,6 +39,13 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
+    if config.multiplies_chunks:
+        from tileweave.ops.matmul import over_nodes
+        from tileweave.ops.matmul.reduce_by_cublas import Added
+
+        added = Added(bias, residual, norm_weight, norm_eps)
+        over_nodes.reduce(x, w, added, out, residual_out, group_name, chosen)
+        return
     if config.transport == "copy_engine":
         from tileweave.ops.matmul.cublas import Plain
         from tileweave.ops.matmul.reduce_by_cublas import Added

@@ -52,6 +52,11 @@ def run_fused(
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
+    if config.multiplies_chunks:
+        from tileweave.ops.matmul import over_nodes
+
+        over_nodes.scatter(x, w, bias, out, group_name, chosen)
+        return
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
 
