@@ -44,7 +44,7 @@ class Measurement:
 
 @cache
 def packaged(op: str) -> tuple[Measurement, ...]:
-    """What was measured of ``op`` on two H100 for this package."""
+    """What was measured of ``op`` for this package: on two H100, and FP8 operands on two H200."""
     found = resources.files("tileweave.planning") / "measured" / f"{op}.json"
     if not found.is_file():
         return ()

@@ -41,6 +41,7 @@ class Planner:
 
     def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
         self.op, self.machine = op, machine
+        self.has_fp8 = any(one.problem.fp8 for one in known)
         sheet = data_sheet(machine)
         self._costs, self._link = (
             Costs(sheet, load_calibration("h100").coefficients),
@@ -116,8 +117,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     """The planner of ``op`` with all that is known of ``machine``.
 
     ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls, nor about those with scales of another kind. Those of 16-bit operands correct configs
-    that were never measured with these scales.
+    calls, nor about those with scales of another kind; but where nothing was measured with scales
+    of tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
+    were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -130,7 +132,10 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
         )
     measured = (*known, *choices.installed(op))
     wide = [one for one in measured if not one.problem.fp8]
-    own = [one for one in measured if fp8 and one.problem.fp8 and one.problem.scales == scales]
+    eight = [one for one in measured if fp8 and one.problem.fp8]
+    own = [one for one in eight if one.problem.scales == scales] or [
+        one for one in eight if one.problem.scales == scales.replace("tensor", "row")
+    ]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
