@@ -137,20 +137,22 @@ PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
 
 
 @pytest.mark.parametrize(
-    ("config", "blocks", "mirrored"),
+    ("config", "how"),
     [
-        (SCATTER_WIDE, False, False),
-        (replace(SCATTER_WIDE, split_tail=True, team=4), False, False),
-        (SCATTER_WIDE, False, True),
-        (SCATTER_SQUARE, False, False),
-        (SCATTER_SQUARE, True, True),
-        (PUSHED, False, False),
-        (replace(SCATTER_SQUARE, kernel="triton"), True, False),
-        (replace(SCATTER_SQUARE, kernel="triton"), False, False),
+        (SCATTER_WIDE, ""),
+        (SCATTER_WIDE, "mirrored"),
+        (SCATTER_WIDE, "fast mirrored"),
+        (replace(SCATTER_WIDE, split_tail=True, team=4), "fast"),
+        (SCATTER_SQUARE, ""),
+        (SCATTER_SQUARE, "blocks mirrored"),
+        (PUSHED, ""),
+        (replace(SCATTER_SQUARE, kernel="triton"), "blocks"),
+        (replace(SCATTER_SQUARE, kernel="triton"), ""),
     ],
-    ids=["wide", "cut", "mirrored", "square", "square-blocks", "push", "triton-blocks", "triton"],
+    ids=str,
 )
-def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool, mirrored: bool) -> None:
+def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
+    blocks, mirrored, keeps_sums = (word in how for word in ("blocks", "mirrored", "fast"))
     rows, kind = 256, torch.float8_e4m3fn
     config = replace(config, num_stages=3) if config.kernel == "triton" else config
     problem = Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, "")
@@ -160,7 +162,7 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool, mirr
     staging = torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=out.dtype)
     scales = torch.empty(x.shape[0] * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
     peers = endpoint(schedule.slot_elements, out.dtype)
-    scaling = scatter_plain.Scaling(blocks, False, False, out.dtype)
+    scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
     if config.kernel == "hopper":
         launch = scatter_hopper.launcher(
             peers, schedule, config, kind, DEPTH, w.stride(), True, mirrored, mirrored, scaling
@@ -174,7 +176,8 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, blocks: bool, mirr
     )
     assert compiled.fits_shared, compiled.shared_bytes
     assert compiled.spills is not None and compiled.spills <= STACK
-    shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"
+    width = 64 if config.tile_n == 256 and not keeps_sums else config.tile_n
+    shape = f"m64n{width}k32.f32.e4m3.e4m3"
     assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
     if config.transport == "sm":
         check_marked(compiled, 1)

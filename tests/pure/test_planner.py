@@ -201,15 +201,32 @@ def test_fp8_is_predicted_and_said_to_be(op: str, rows: int) -> None:
 @pytest.mark.parametrize("depth", [4096, 14336])
 @pytest.mark.parametrize("rows", [1024, 4096])
 def test_a_scatter_of_fp8_that_keeps_sums_runs_its_own_kernel(rows: int, depth: int) -> None:
-    """Otherwise cuBLAS multiplies: of a short K by shards, which hides more."""
+    """Tiles of 256 columns without ``fast_accum`` ran on no GPU: they wait for a tuner, which
+    checks results. Of a short K copy engines send, which hides more."""
     row, fast = (
         plan_matmul_reduce_scatter(Problem(2, rows, 8192, depth, 1, FP8, scales=kind), H100, False)
         for kind in ("row", "row+fast")
     )
     assert row.config is not None and fast.config is not None
-    assert row.config.kernel == "library"
     assert row.config.transport == "copy_engine" or depth > 4096
+    own = [one.config for one in row.candidates if one.config and one.config.kernel == "hopper"]
+    assert own and all(config.tile_n == 128 for config in own)
+    eight = Problem(2, rows, 8192, depth, 1, FP8, scales="row")
+    assert fast.config in candidates("matmul_reduce_scatter", eight, H100)
     assert fast.config.kernel == "hopper" and fast.config.tile_n == 256
+
+
+@pytest.mark.parametrize("kind", ["row", "row+fast", "block"])
+def test_an_all_reduce_of_fp8_by_chunks_waits_for_a_tuner(kind: str) -> None:
+    op, eight = "matmul_all_reduce", Problem(2, 8192, 8192, 4096, 1, FP8, scales=kind)
+    plan = plan_matmul_all_reduce(eight, H100, False)
+    assert all(one.config is None or one.config.kernel == "library" for one in plan.candidates)
+    own = next(c for c in candidates(op, eight, H100) if c.kernel == "hopper")
+    try:
+        choices.install([Measurement(op, eight, {None: 900.0, own: 500.0})])
+        assert plan_matmul_all_reduce(eight, H100, False).config == own
+    finally:
+        choices.clear()
 
 
 def test_fp8_matmuls_are_predicted_near_what_was_measured() -> None:

@@ -206,8 +206,10 @@ def _takes_fp8(op: str, c: MatmulConfig, p: Problem) -> bool:
     known = op == "matmul_reduce_scatter" or (
         op in ("all_gather_matmul", "matmul_all_reduce") and c.transport == "copy_engine"
     )
-    # tiles of more columns have no registers for a second accumulator
-    return known and c.tile_k == 128 and (c.tile_n <= 128 or p.keeps_sums)
+    # tiles of more columns have no registers for a second accumulator, or only where they are
+    # multiplied in quarters and blocks have no scales
+    quarters = op != "all_gather_matmul" and p.scales != "block"
+    return known and c.tile_k == 128 and (c.tile_n <= 128 or p.keeps_sums or quarters)
 
 
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:

@@ -26,6 +26,8 @@ _FAR = 0.3  # weight of the median over all measurements
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
+# Further, of a kernel of ours that adds products in fp32 after each 128 of K.
+_PROMOTED = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Planner:
         known, caution = config, 1.0
         if p.fp8 and config is not None and config not in self._points:
             known, caution = _in_16_bits(config), _UNTRIED
+            if config.kernel != "library" and not p.keeps_sums:
+                caution *= _PROMOTED
         place, weights, total = _place(p), 0.0, 0.0
         for point in self._points.get(known, ()):
             far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
@@ -86,7 +90,7 @@ class Planner:
             c
             for c in candidates(self.op, p, self.machine)
             if c in self._points
-            or (untried and (c.kernel == "library" or _in_16_bits(c) in self._points))
+            or (untried and (c.kernel == "library" or self._ran_with_fp8(c, p)))
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
@@ -95,6 +99,12 @@ class Planner:
             for config in (None, *known)
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
+
+    def _ran_with_fp8(self, config: MatmulConfig, p: Problem) -> bool:
+        """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
+        16 bits. Others wait for a tuner, which checks them."""
+        right = self.op != "matmul_all_reduce" and (config.tile_n <= 128 or p.keeps_sums)
+        return right and _in_16_bits(config) in self._points
 
 
 def _in_16_bits(config: MatmulConfig) -> MatmulConfig:

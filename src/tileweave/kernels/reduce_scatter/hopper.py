@@ -16,8 +16,8 @@ hold here. What differs:
 - FP8 operands (``SCALED``): the same ring, of tiles with twice the elements along K; what peers
   sent comes through it as 16-bit numbers all the same (``piece_buffer``). Scales of rows multiply a
   partial sum in the epilogue, after helpers' parts and before it is rounded or added to others.
-  Those of blocks, and every sum of tiles of up to 128 columns, are applied after each 128 of K
-  (``multiply_promoted``).
+  Those of blocks are applied after each 128 of K, and so are sums in fp32 (``multiply_promoted``,
+  ``multiply_in_quarters``) unless tensor cores may keep them.
 - ``EXCHANGE`` and ``WHOLE``: see :class:`Choices`.
 
 Limits: 2 bytes per element, or 1 of FP8 with w along K; rows of x and w (or columns of w,
@@ -37,14 +37,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.device.gluon import signal
 from tileweave.device.gluon.matmul import (
-    BlockScales,
     Helped,
     await_parts,
     claim,
     give_part,
+    give_pieces,
     load_slot,
     load_weight,
     make_ring,
+    multiply_in_quarters,
     multiply_promoted,
     multiply_tile,
     part_range,
@@ -61,8 +62,10 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     PIECE,
     Boxes,
     Scales,
+    Sizes,
     Spot,
     add_arrived,
+    block_scales,
     finish_part,
     finish_piece,
     load_scales,
@@ -98,25 +101,6 @@ class Tensors(NamedTuple):
     bias: Any
     out: Any
     partials: Any
-
-
-class Sizes(NamedTuple):
-    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
-
-    place_size : elements of a slot for one peer.
-
-    cols : of ``out``, or of a part.
-
-    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
-    """
-
-    place_size: Any
-    cols: Any
-    x_step: Any = 0
-    w_step: Any = 0
-    out_pitch: Any = 0
-    out_step: Any = 0
-    out_size: Any = 0
 
 
 class Choices(NamedTuple):
@@ -252,13 +236,6 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
 
 
 @gluon.jit
-def block_scales(scales, tiles, first_row, row_limit, tile_col, C: gl.constexpr):
-    """Where the scales of a tile of FP8 blocks are: those of x are [K/128, M]."""
-    of_cols = scales.w + (tile_col * C.TILE_N // 128) * tiles.k_blocks
-    return BlockScales(scales.x, first_row, row_limit, tiles.rows * C.WORLD_SIZE, of_cols)
-
-
-@gluon.jit
 def multiply_partition(
     tensors,
     scales,
@@ -294,13 +271,27 @@ def multiply_partition(
             of_rows, of_cols = load_scales(
                 scales, first_row, row_limit, tile_col * TILE_N, sizes.cols, C
             )
-        if C.PROMOTE:
+        IN_QUARTERS: gl.constexpr = C.PROMOTE and TILE_N == 256
+        if IN_QUARTERS:
+            quarters, turn = multiply_in_quarters(
+                turn,
+                k_begin,
+                k_end - k_begin,
+                ring,
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N + 128, C),
+                TILE_M,
+                C.STAGES,
+                C.WARPS,
+                C.SCALED == 2,
+            )
+        elif C.PROMOTE:
             acc, turn = multiply_promoted(
                 turn,
                 k_begin,
                 k_end - k_begin,
                 ring,
-                block_scales(scales, tiles, first_row, row_limit, tile_col, C),
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
                 TILE_M,
                 TILE_N,
                 C.STAGES,
@@ -321,7 +312,10 @@ def multiply_partition(
             )
         owner, helpers = part_range(share, tile)
         if program != owner:
-            give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
+            if IN_QUARTERS:
+                give_pieces(quarters, partials, counters, 0, share, tile, TILE_M, TILE_N)
+            else:
+                give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
                 await_parts(counters, 0, share, tile, helpers)
@@ -330,7 +324,10 @@ def multiply_partition(
             spot = Spot(tile, at, first_row, row_limit, tile_col * TILE_N, home, of_rows)
             if C.SCALED == 1:
                 scales.cols.store(of_cols)
-            pieces = pieces_of(acc, TILE_N)
+            if IN_QUARTERS:
+                pieces = quarters
+            else:
+                pieces = pieces_of(acc, TILE_N)
             parts = helpers
             if not C.PUSH and not C.EXCHANGE:
                 ADDED: gl.constexpr = WORLD_SIZE if C.HAS_RESIDUAL else WORLD_SIZE - 1

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tileweave.device.gluon.matmul import (
+    BlockScales,
     add_parts,
     finish,
     part_offsets,
@@ -40,6 +41,25 @@ PIECE = gl.constexpr(64)
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
 # Triton 3.6 has another name for it.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
+
+    place_size : elements of a slot for one peer.
+
+    cols : of ``out``, or of a part.
+
+    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
+    """
+
+    place_size: Any
+    cols: Any
+    x_step: Any = 0
+    w_step: Any = 0
+    out_pitch: Any = 0
+    out_step: Any = 0
+    out_size: Any = 0
 
 
 class Boxes(NamedTuple):
@@ -203,6 +223,13 @@ def piece_buffer(ring, index, dtype: gl.constexpr, C: gl.constexpr):
             return buffer.reinterpret(dtype, [C.TILE_M, PIECE], layout)
         else:
             return buffer._reinterpret(dtype, [C.TILE_M, PIECE], layout)
+
+
+@gluon.jit
+def block_scales(scales, tiles, first_row, row_limit, col, C: gl.constexpr):
+    """Where the scales of a tile of FP8 blocks are: those of x are [K/128, M]."""
+    of_cols = scales.w + (col // 128) * tiles.k_blocks
+    return BlockScales(scales.x, first_row, row_limit, tiles.rows * C.WORLD_SIZE, of_cols)
 
 
 @gluon.jit

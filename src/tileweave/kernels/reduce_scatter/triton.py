@@ -104,11 +104,14 @@ class Scaling(NamedTuple):
     blocks : scales are of blocks, else of rows of x and columns of the result.
 
     x_one, w_one : of a tensor: all rows, or columns, have one.
+
+    keeps_sums : tensor cores may keep the sums, as in ``fast_accum``.
     """
 
     blocks: bool
     x_one: bool
     w_one: bool
+    keeps_sums: bool
     out_dtype: torch.dtype
 
     def choices(self, config: MatmulConfig) -> dict[str, Any]:
@@ -117,7 +120,7 @@ class Scaling(NamedTuple):
             "SCALED": 2 if self.blocks else 1,
             "X_STEP": int(not self.x_one),
             "W_STEP": int(not self.w_one),
-            "PROMOTE": config.tile_n <= 128,
+            "PROMOTE": config.tile_n <= 128 or not self.keeps_sums,
         }
 
 

@@ -117,7 +117,7 @@ def run_scaled(
         return run_library(x, product, out, None, group_name, chosen)
     from tileweave.ops.matmul.scaled import check_tile
 
-    check_tile(config, product)
+    check_tile(config, product, False)
     in_blocks = product.kind == "block"
     data, w = x[0], product.w.data
     rows, cols = data.shape[0], w.shape[0]

@@ -85,11 +85,10 @@ def run_scaled(
     from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.ops.matmul.scaled import check_tile
 
-    check_tile(config, product)
+    check_tile(config, product, True)
     (data, scale), w = x, product.w
-    scaling = Scaling(
-        product.kind == "block", product.kind == "tensor", w.kind == "tensor", out.dtype
-    )
+    kind, keeps_sums = product.kind, product.fast_accum
+    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, out.dtype)
     scales = scale.contiguous(), w.scale
     _run(data, w.data, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
 

@@ -281,13 +281,15 @@ def as_scaled_mm_reads(x: Scaled, w: Scaled) -> tuple[torch.Tensor, ...]:
 # --- Checks ---
 
 
-def check_tile(config: MatmulConfig, product: ScaledProduct) -> None:
+def check_tile(config: MatmulConfig, product: ScaledProduct, quarters: bool) -> None:
     """Raise :class:`InputError` where kernels of ours cannot run ``product`` with the tiles of
-    ``config``."""
+    ``config``. ``quarters``: they can add wide tiles in fp32, 64 columns at a time."""
+    fits = product.kind != "block" and (product.fast_accum or quarters)
     require(
-        config.tile_n <= 128 or (product.fast_accum and product.kind != "block"),
-        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
-        "such tiles with fast_accum=True and scales of tensors or rows",
+        config.tile_n <= 128 or fits,
+        f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
+        f"fast_accum={product.fast_accum}",
+        "such tiles with scales of tensors or rows, in all_gather_matmul with fast_accum=True",
         "pass a config with tiles of 128 columns",
     )
     require(
