@@ -290,13 +290,14 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
 
 
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
-    found = planner_of(op, machine, p.fp8, p.scales).predictions(p)
+    planner = planner_of(op, machine, p.fp8, p.scales)
+    found = planner.predictions(p)
     best = found[0]
     unfused = next(one for one in found if one.config is None)
     if best is unfused and len(found) == 1:
         return Plan("unfused", f"no kernel that is known to be ahead on {machine.name} takes it")
     kind = "predicted" if best.measured_us is None else "measured here"
-    if p.fp8 and best.measured_us is None:
+    if p.fp8 and best.measured_us is None and not planner.has_fp8:
         kind = "predicted for FP8, by the rates of 16-bit operands,"
     reason = f"{kind} {best.expected_us:.1f} us"
     if best is unfused:

@@ -115,13 +115,10 @@ def run_scaled(
     assert config is not None, "the unfused path has no config"
     if config.kernel == "library":
         return run_library(x, product, out, None, group_name, chosen)
+    from tileweave.ops.matmul.scaled import check_tile
+
+    check_tile(config, product, False)
     in_blocks = product.kind == "block"
-    require(
-        config.tile_n <= 128 or (product.fast_accum and not in_blocks),
-        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
-        "such tiles with fast_accum=True and scales of tensors or rows",
-        "pass a config with tiles of 128 columns",
-    )
     data, w = x[0], product.w.data
     rows, cols = data.shape[0], w.shape[0]
     if out is None:
@@ -296,9 +293,9 @@ def _fused_call(
             schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
         )
         require(
-            scaled is None or (config.transport == "copy_engine" and config.tile_k == 128),
-            f"FP8 operands with transport {config.transport!r} and tiles of {config.tile_k} of K",
-            "copy engines, and tiles of 128",
+            scaled is None or config.transport == "copy_engine",
+            f"FP8 operands with transport {config.transport!r}",
+            "copy engines",
             "pass such a config, or one of cuBLAS",
         )
         data_bytes = -(-slot_rows * parts.depth * x.element_size() // 16) * 16
