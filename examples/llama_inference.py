@@ -23,9 +23,8 @@ PROMPT = "A matmul and the all-reduce that follows it"
 
 def tiny_checkpoint() -> str:
     """A folder with a small random model, the same for all ranks of this run."""
-    folder = os.path.join(
-        tempfile.gettempdir(), f"tileweave-tiny-llama-{os.environ['MASTER_PORT']}"
-    )
+    name = f"tileweave-tiny-llama-{os.environ['MASTER_PORT']}"
+    folder = os.path.join(tempfile.gettempdir(), name)
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     if os.environ["RANK"] == "0":
@@ -46,11 +45,9 @@ def main() -> None:
         distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"),
     )
     tokenizer = AutoTokenizer.from_pretrained(name) if len(sys.argv) > 1 else None
-    ids = (
-        torch.arange(3, 11)[None]
-        if tokenizer is None
-        else tokenizer(PROMPT, return_tensors="pt").input_ids
-    )
+    ids = torch.arange(3, 11)[None]
+    if tokenizer is not None:
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     made = model.generate(ids.to(model.device), max_new_tokens=16, do_sample=False)
     if dist.get_rank() == 0:
         print(made[0].tolist() if tokenizer is None else tokenizer.decode(made[0]))

@@ -30,6 +30,39 @@ def test_neighbour_exchange() -> None:
     assert "largest error" in run_example("neighbour_exchange.py", "3", on_gpu=False)
 
 
+@pytest.mark.parametrize("name", ["moe_training.py", "dlrm_training.py"])
+def test_short_training_programs(name: str) -> None:
+    """By the command in their first lines, on two ranks. The loss falls."""
+    command = (EXAMPLES / name).read_text("utf-8").split('"""')[1].splitlines()[2].split("#")[0]
+    launcher, *words = command.split()
+    assert launcher == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 20 and losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_inference.py", "llama_lora.py", "moe_training.py", "dlrm_training.py"]
+)
+def test_examples_to_copy_are_short_and_public(name: str) -> None:
+    lines = (EXAMPLES / name).read_text("utf-8").splitlines()
+    assert 20 <= len(lines) <= 60
+    imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
+    ours = [line for line in imports if "tileweave" in line]
+    public = ("import tileweave as tw", "import tileweave.integrations.")
+    assert ours and all(line.startswith(public) for line in ours), ours
+    assert not any("tw._" in line or "._" in line for line in lines)
+
+
 def test_two_nodes() -> None:
     output = run_example("two_nodes.py", on_gpu=False)
     assert output.count("right") == 4 and "WRONG" not in output

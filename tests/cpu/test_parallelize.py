@@ -239,7 +239,7 @@ PLAN = {
 
 def split_layers(me: Member) -> None:
     """The same results and gradients, also after weights of the whole model are loaded; a
-    state_dict that has its names and tensors again."""
+    state_dict that has its names and tensors."""
     part, reference = tw.parallelize(fused_model(), plan=dict(PLAN)), fused_model()
     assert part.layers[0].self_attn.qkv.k.weight.to_local().shape == (4, 16)
     for _ in range(2):
@@ -257,7 +257,7 @@ def split_layers(me: Member) -> None:
         for m in (part, reference):
             m.zero_grad()
             m.load_state_dict(halved)
-    state = tw.parallel.join_projections(part, part.state_dict())
+    state = part.state_dict()
     assert state.keys() == halved.keys()
     assert all(torch.equal(whole(t), halved[name]) for name, t in state.items())
 

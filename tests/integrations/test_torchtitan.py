@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.worlds import Member, World
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import AuxOutput
 
 pytest.importorskip(
     "torchtitan", reason="pip install 'tileweave[torchtitan]'", exc_type=ImportError
@@ -49,7 +49,7 @@ def on_the_cpu() -> None:
         )
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         lse = scores.masked_fill(~causal, float("-inf")).logsumexp(-1)
-        return y, SimpleNamespace(lse=lse, max_scores=None)
+        return y, AuxOutput(lse=lse, max_scores=None)
 
     for name in ("compiled_flex_attn", "_compiled_flex_attn"):
         setattr(attention.FlexAttention, name, staticmethod(causal))
@@ -65,20 +65,29 @@ def all_to_all(received: list[torch.Tensor], sent: list[torch.Tensor], **options
         t.copy_(part)
 
 
-def debug_model(size: int, overrides: list[str]) -> tuple[Any, Any, Any]:
+def debug_model(size: int, overrides: list[str], options: str = "") -> tuple[Any, Any, Any]:
     """The Llama 3 debug model on ``size`` ranks of tensor parallelism; see :func:`built`."""
     from torchtitan.models.llama3 import config_registry
 
     name = "llama3_debugmodel_dist_gemm" if overrides else "llama3_debugmodel"
-    return built(getattr(config_registry, name)(), size, overrides, tensor=size)
+    return built(getattr(config_registry, name)(), size, overrides, tensor=size, options=options)
 
 
 def built(
-    config: Any, size: int, overrides: list[str], *, tensor: int, experts: int = 1
+    config: Any,
+    size: int,
+    overrides: list[str],
+    *,
+    tensor: int,
+    experts: int = 1,
+    options: str = "",
 ) -> tuple[Any, Any, Any]:
-    """(model, context of a step, meshes); ``overrides`` as on the command line."""
+    """(model, context of a step, meshes); ``overrides`` as on the command line. ``options``: words
+    of "compile", and "full" or "selective" activation checkpointing."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.distributed import activation_checkpoint as checkpointing
+    from torchtitan.distributed import compile as compilation
 
     backend = "spmd_types" if tensor == size else "partial_dtensor"
     config.parallelism.spmd_backend = backend
@@ -87,7 +96,11 @@ def built(
     config.parallelism.data_parallel_shard_degree = size // tensor
     config.training.seq_len = 16
     config.training.mixed_precision_param = "float32"
-    config.activation_checkpoint = None
+    keeps = {"full": checkpointing.FullAC, "selective": checkpointing.SelectiveAC}
+    found = [kind.Config() for word, kind in keeps.items() if word in options]
+    config.activation_checkpoint = found[0] if found else None
+    config.compile.enable, config.compile.backend = "compile" in options, "aot_eager"
+    compilation._maybe_regional_inductor_backend = lambda _, backend: backend
     model_config = config.model_spec.model
     model_config.layers = model_config.layers[:2]
     apply_overrides(OverrideConfig(imports=overrides), config)
@@ -101,6 +114,10 @@ def built(
         model.init_weights(buffer_device=torch.device("cpu"))
     if tensor == size:
         model.parallelize(meshes)
+        if found:
+            found[0].build(dump_folder="").apply(model)
+        if config.compile.enable:
+            compilation.apply_compile(model, compile_config=config.compile, parallel_dims=meshes)
     else:  # with FSDP
         config.model_spec.parallelize_fn(
             model,
@@ -108,7 +125,7 @@ def built(
             training=config.training,
             parallelism=config.parallelism,
             compile_config=config.compile,
-            ac_config=None,
+            ac_config=config.activation_checkpoint,
             dump_folder="",
         )
         for module in model.modules():
@@ -146,10 +163,11 @@ def losses_of(model: Any, context: Any, meshes: Any) -> tuple[list[float], list[
     return losses, gradients
 
 
-def trained(me: Member) -> dict[str, Any]:
+def trained(me: Member, options: str = "") -> dict[str, Any]:
     on_the_cpu()
+    torch._dynamo.reset()
     stock = debug_model(me.world_size, [])
-    ours = debug_model(me.world_size, ["tileweave.integrations.torchtitan.dist_gemm"])
+    ours = debug_model(me.world_size, ["tileweave.integrations.torchtitan.dist_gemm"], options)
     from tileweave.integrations import torchtitan as adapter
 
     assert stock[0].state_dict().keys() == ours[0].state_dict().keys()
@@ -174,10 +192,15 @@ def trained(me: Member) -> dict[str, Any]:
     }
 
 
-def test_debug_model_trains_with_the_same_losses(pair: World) -> None:
-    for found in pair.run(trained, timeout=SECONDS):
+@pytest.mark.parametrize("options", ["", "full", "compile selective"])
+def test_debug_model_trains_with_the_same_losses(pair: World, options: str) -> None:
+    """Also with activation checkpointing, and compiled, against the stock model without."""
+    for found in pair.run(trained, options, timeout=SECONDS):
         assert found["fell"]
         assert found["losses"] < 1e-5 and found["gradients"] < 1e-5, found
+        if options:  # calls are repeated, or traced
+            assert set(found["calls"]) == {"all_gather_matmul", "matmul_reduce_scatter"}
+            continue
         layers = 2 * STEPS  # qkv, out; gate with up, down
         assert found["calls"] == ["all_gather_matmul"] * 2 * layers + (
             ["matmul_reduce_scatter"] * 2 * layers
@@ -201,15 +224,16 @@ def smaller(family: str) -> Any:
     return config
 
 
-def trained_experts(me: Member, family: str, tensor: int) -> dict[str, Any]:
+def trained_experts(me: Member, family: str, tensor: int, options: str = "") -> dict[str, Any]:
     """The experts of both compute in float32 in place of bfloat16: nothing hides in rounding."""
     from tileweave.integrations import _torchtitan_experts as adapter
 
     on_the_cpu()
+    torch._dynamo.reset()
     size = me.world_size
     override = "tileweave.integrations.torchtitan.experts"
     stock = built(smaller(family), size, [], tensor=tensor, experts=size)
-    ours = built(smaller(family), size, [override], tensor=tensor, experts=size)
+    ours = built(smaller(family), size, [override], tensor=tensor, experts=size, options=options)
     assert stock[0].state_dict().keys() == ours[0].state_dict().keys()
     with torch.no_grad():
         for mine, theirs in zip(ours[0].parameters(), stock[0].parameters(), strict=True):
@@ -217,13 +241,14 @@ def trained_experts(me: Member, family: str, tensor: int) -> dict[str, Any]:
     calls: list[int] = []
     inner, to_bfloat16 = adapter.grouped_matmul_combine, torch.Tensor.bfloat16
     adapter.grouped_matmul_combine = lambda *a, **k: (calls.append(1), inner(*a, **k))[1]
-    torch.Tensor.bfloat16 = lambda t: t
+    torch.Tensor.bfloat16, adapter.DTYPE = lambda t: t, torch.float32
     try:
         wanted, wanted_gradients = losses_of(*stock)
         assert not calls
         found, gradients = losses_of(*ours)
     finally:
         adapter.grouped_matmul_combine, torch.Tensor.bfloat16 = inner, to_bfloat16
+        adapter.DTYPE = torch.bfloat16
     layers = sum(hasattr(block, "moe") for block in ours[0].layers.values())
     return {
         "losses": max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)),
@@ -232,26 +257,29 @@ def trained_experts(me: Member, family: str, tensor: int) -> dict[str, Any]:
             float((a - b).abs().max() / b.abs().max().clamp_min(1e-9))
             for a, b in zip(gradients, wanted_gradients, strict=True)
         ),
-        "calls": len(calls) == STEPS * layers > 0,
+        "calls": len(calls) == STEPS * layers > 0 or (bool(options) and len(calls) > 0),
     }
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "tensor"),
+    ("family", "ranks", "tensor", "options"),
     [
-        ("qwen3", 2, 1),
-        ("qwen3", 2, 2),
-        ("qwen3", 4, 2),
-        ("deepseek_v3", 2, 2),
-        ("gpt_oss", 2, 2),
+        ("qwen3", 2, 1, ""),
+        ("qwen3", 2, 2, ""),
+        ("qwen3", 2, 2, "full"),
+        ("qwen3", 2, 2, "selective"),
+        ("qwen3", 2, 2, "compile"),
+        ("qwen3", 4, 2, ""),
+        ("deepseek_v3", 2, 2, ""),
+        ("gpt_oss", 2, 2, ""),
     ],
 )
 def test_debug_models_with_experts_train_with_the_same_losses(
-    request: pytest.FixtureRequest, family: str, ranks: int, tensor: int
+    request: pytest.FixtureRequest, family: str, ranks: int, tensor: int, options: str
 ) -> None:
     """Experts over all ranks, after TP over ``tensor`` of them, and FSDP over the rest."""
     world: World = request.getfixturevalue("pair" if ranks == 2 else "four")
-    for found in world.run(trained_experts, family, tensor, timeout=SECONDS):
+    for found in world.run(trained_experts, family, tensor, options, timeout=SECONDS):
         assert found["fell"] and found["calls"]
         assert found["losses"] < 1e-5 and found["gradients"] < 1e-5, found
 

@@ -25,6 +25,7 @@ from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmu
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.experts.swiglu import swiglu
 
+DTYPE = torch.bfloat16  # of experts, as torchtitan's own
 _LOG = logging.getLogger("tileweave")
 
 
@@ -88,9 +89,7 @@ class GroupedExperts(_moe.GroupedExperts):
             return super().forward(x, routing)
         with spmd.no_typecheck():
             # one gather of tokens for both, so the two weights are copied together
-            gate_up = torch.cat(
-                [local(self.w1_EFD).bfloat16(), local(self.w3_EFD).bfloat16()], dim=1
-            )
+            gate_up = torch.cat([local(self.w1_EFD).to(DTYPE), local(self.w3_EFD).to(DTYPE)], dim=1)
             y, plan = _sent(x, gate_up, routing)
             return _summed(swiglu(y, plan), local(self.w2_EDF), plan, routing, x)
 
@@ -106,7 +105,7 @@ class GptOssGroupedExperts(_gpt_oss.GptOssGroupedExperts):
         if not isinstance(routing, Routing):
             return super().forward(x, routing)
         with spmd.no_typecheck():
-            y, plan = _sent(x, local(self.mlp1_weight_EGD).bfloat16(), routing)
+            y, plan = _sent(x, local(self.mlp1_weight_EGD).to(DTYPE), routing)
             y = y + bias_of_rows(local(self.mlp1_bias_EG), plan).to(y.dtype)
             rows = _gpt_oss.swiglu(y, limit=self.swiglu_limit).contiguous()
             z = _summed(rows, local(self.mlp2_weight_EDF), plan, routing, x)
@@ -117,14 +116,14 @@ class GptOssGroupedExperts(_gpt_oss.GptOssGroupedExperts):
 
 def _sent(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Any]:
     ids = routing.ids.contiguous()
-    return dispatch_grouped_matmul(x.bfloat16(), weight, ids, group=routing.group)
+    return dispatch_grouped_matmul(x.to(DTYPE), weight, ids, group=routing.group)
 
 
 def _summed(
     rows: torch.Tensor, weight: torch.Tensor, plan: Any, routing: Routing, x: torch.Tensor
 ) -> torch.Tensor:
     scores = routing.scores.float().contiguous()
-    z = grouped_matmul_combine(rows, weight.bfloat16(), plan, scores, group=routing.group)
+    z = grouped_matmul_combine(rows, weight.to(DTYPE), plan, scores, group=routing.group)
     return z.type_as(x)
 
 

@@ -9,7 +9,7 @@ them is sharded. The module that calls it must take its share of every projectio
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,9 @@ QKV = ("qkv_proj", "o_proj")
 class SplitLinear(nn.Module):
     """Linear layers with one input, whose outputs are concatenated: in place of a fused one.
 
-    ``load_state_dict`` also takes the parameters of the fused layer. Its own state_dict has those
-    of the projections: see :func:`tileweave.parallel.join_projections`.
+    Its state_dict has the names and shapes of the fused layer: tensors that share the memory of the
+    projections' parameters (:class:`tileweave.parallel.joined.JoinedTensor`). ``load_state_dict``
+    takes those, whole tensors, or the parameters of the projections.
 
     Parameters
     ----------
@@ -66,63 +67,133 @@ class SplitLinear(nn.Module):
                 layer.bias = nn.Parameter(bias, requires_grad=fused.bias.requires_grad)
             self.add_module(name, layer)
         self.train(fused.training)
+        self.register_state_dict_post_hook(_under_fused_names)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.cat([getattr(self, name)(input) for name in self.names], dim=-1)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight of the fused layer, as in the state_dict. Not a parameter."""
+        return self.state_dict()["weight"]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of the fused layer, as in the state_dict, or None. Not a parameter."""
+        return self.state_dict().get("bias")
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of any module. ``recurse=False`` also gives weight and bias of the fused layer:
+        ``set_model_state_dict`` looks there for the names that it sends from rank 0."""
+        if not recurse:
+            for kind, tensor in self.state_dict().items():
+                if kind in ("weight", "bias"):
+                    yield f"{prefix}.{kind}" if prefix else kind, tensor
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
     ) -> None:
+        sizes = [getattr(self, name).out_features for name in self.names]
         for kind in ("weight", "bias"):
+            names = [f"{prefix}{name}.{kind}" for name in self.names]
             whole = state_dict.pop(prefix + kind, None)
             if whole is None:
                 continue
-            sizes = [getattr(self, name).out_features for name in self.names]
             require(
                 whole.shape[0] == sum(sizes),
                 f"{prefix}{kind} with {whole.shape[0]} rows",
                 f"{sum(sizes)}: {', '.join(self.names)} have {sizes}",
                 "pass the parameters of the whole layer",
             )
-            if is_dtensor(whole):
-                whole = whole.full_tensor()
-            for name, part in zip(self.names, whole.split(sizes), strict=True):
-                state_dict[f"{prefix}{name}.{kind}"] = part
+            parts: Any = getattr(whole, "parts", ())
+            if [len(part) for part in parts] != sizes:
+                whole = whole.full_tensor() if is_dtensor(whole) else whole
+                parts = whole.split(sizes)
+            state_dict.update(zip(names, parts, strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args, **options)
 
 
-def join_projections(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with the names and tensors of the model before ``parallelize``.
+def _under_fused_names(
+    module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Put the parameters of projections in ``state_dict`` together, under the names of the layer.
 
-    Layers such as ``qkv_proj`` and ``gate_up_proj`` become a layer for each projection. Their
-    parameters are put together again, for a checkpoint that other programs load.
+    Those of a projection that became another module, with LoRA for instance, stay as they are.
+    """
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{name}.{kind}" for name in module.names]
+        if all(name in state_dict for name in names):
+            state_dict[prefix + kind] = _joined([state_dict.pop(name) for name in names])
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Tensors of projections as one: DTensors share their memory, plain tensors are copied; of
+    anything else, such as a number of steps, the first one."""
+    from tileweave.parallel.joined import JoinedTensor
+
+    if is_dtensor(parts[0]):
+        return JoinedTensor(parts)
+    tensors = isinstance(parts[0], torch.Tensor) and parts[0].ndim
+    return torch.cat([part.detach() for part in parts]) if tensors else parts[0]
+
+
+def join_projections(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the names of the model before ``parallelize``.
+
+    Layers such as ``qkv_proj`` and ``gate_up_proj`` become a layer for each projection, each with
+    parameters of its own. A state_dict of the model has the names of the fused layers already; this
+    is for what is named by parameter: the state of an optimizer, or gradients.
 
     Parameters
     ----------
     model : nn.Module
         A model after :func:`tileweave.parallelize`.
 
-    state_dict : dict
-        Its state, of whole tensors, as ``torch.distributed.checkpoint.state_dict.
-        get_model_state_dict`` returns with ``full_state_dict=True``. DTensors are gathered: then
-        all ranks must call this.
+    state : dict
+        Tensors by names of parameters, or what ``torch.distributed.checkpoint.state_dict.
+        get_optimizer_state_dict`` returns.
 
     Returns
     -------
     dict
-        Whole tensors of the projections; other entries as they are.
+        DTensors of the shapes of the fused layers in place of those of projections, which share
+        their memory: ``torch.distributed.checkpoint`` saves them, and loads into ``state``. Plain
+        tensors are concatenated. Other entries as they are.
     """
-    joined = dict(state_dict)
-    for path, module in model.named_modules():
-        if not isinstance(module, SplitLinear):
+    if set(state) == {"state", "param_groups"}:
+        groups = [{**g, "params": _fused_names(model, g["params"])} for g in state["param_groups"]]
+        return {"state": join_projections(model, state["state"]), "param_groups": groups}
+    joined = dict(state)
+    for name, parts in _projections(model).items():
+        if not all(part in joined for part in parts):
             continue
-        for kind in ("weight", "bias"):
-            names = [f"{path}.{name}.{kind}" for name in module.names]
-            if all(name in joined for name in names):
-                parts = [joined.pop(name) for name in names]
-                parts = [part.full_tensor() if is_dtensor(part) else part for part in parts]
-                joined[f"{path}.{kind}"] = torch.cat(parts)
+        values = [joined.pop(part) for part in parts]
+        if isinstance(values[0], dict):
+            joined[name] = {key: _joined([v[key] for v in values]) for key in values[0]}
+        else:
+            joined[name] = _joined(values)
     return joined
+
+
+def _projections(model: nn.Module) -> dict[str, list[str]]:
+    """The names of parameters that make up each parameter of a fused layer, by its name."""
+    return {
+        f"{path}.{kind}" if path else kind: [
+            f"{path}.{name}.{kind}" if path else f"{name}.{kind}" for name in module.names
+        ]
+        for path, module in model.named_modules()
+        if isinstance(module, SplitLinear)
+        for kind in ("weight", "bias")
+    }
+
+
+def _fused_names(model: nn.Module, names: list[str]) -> list[str]:
+    """``names`` of parameters, with the one of the fused layer in place of its projections."""
+    fused = {part: name for name, parts in _projections(model).items() for part in parts}
+    return list(dict.fromkeys(fused.get(name, name) for name in names))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tileweave.parallel.plans import (
     recognise,
     split_fused,
 )
+from tileweave.parallel.saving import save_whole
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
 
@@ -58,7 +59,8 @@ def parallelize(
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (transformers' Phi-3 and GLM, any gated MLP that passes a trial); others are
-    refused, or take ``Colwise(parts=...)``.
+    refused, or take ``Colwise(parts=...)``. The state_dict keeps the names and shapes of ``model``.
+    ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
     Parameters
     ----------
@@ -134,6 +136,7 @@ def parallelize(
             if child in OWN_HEADS:
                 replicate(part, over, True, known, src_data_rank)
     replicate(model, over, False, known, src_data_rank)
+    save_whole(model)
     return model
 
 

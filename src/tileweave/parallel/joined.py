@@ -1,0 +1,125 @@
+"""The weight of a fused layer in state dicts: one tensor of the fused layer's shape and name, made
+of the projections that it was split into.
+
+A rank has rows of each projection, so its part of the whole tensor is not one shard but several.
+``torch.distributed.checkpoint`` reads and writes them where they are; nothing is sent or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from tileweave.errors import InputError
+
+ATEN = torch.ops.aten
+KEEPS = (ATEN.detach.default, ATEN.clone.default, ATEN._to_copy.default)  # of each projection
+
+
+def refused(what: object) -> InputError:
+    """The error of a use of a tensor of projections that is not possible."""
+    return InputError(
+        f"asked: {what} of a fused layer's weight that is split over ranks; allowed: "
+        "full_tensor(), redistribute(), detach(), clone(), to(), load_state_dict and "
+        "torch.distributed.checkpoint; remedy: call full_tensor() on all ranks first; pass whole "
+        "tensors on every rank in place of broadcast_from_rank0; or use the parameters, one for "
+        "each projection"
+    )
+
+
+class Shards(LocalShardsWrapper):
+    """This rank's shards of a tensor, for checkpoints only."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not ATEN.new_empty.default:  # async_save fills a new one
+            raise refused(func)
+        given: Any = args[0]
+        empty = [shard.new_empty(shard.shape, **(kwargs or {})) for shard in given.local_shards()]
+        return Shards(empty, given.local_offsets())
+
+
+class JoinedTensor(DTensor):
+    """Projections one after the other, along dimension 0. Shares their memory.
+
+    Parameters
+    ----------
+    parts : sequence of DTensor
+        The projections, with equal meshes and placements.
+    """
+
+    parts: tuple[DTensor, ...]
+
+    def __new__(cls, parts: Sequence[DTensor]) -> JoinedTensor:
+        parts = tuple(part.detach() for part in parts)
+        first: Any = parts[0]
+        rows = sum(part.shape[0] for part in parts)
+        shape = torch.Size((rows, *first.shape[1:]))
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), first.dtype)
+        spec = replace(first._spec, tensor_meta=meta)
+        made: Any = super().__new__(cls, _shards(parts), spec, requires_grad=False)
+        made.parts = parts
+        return made
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor. All ranks must call this."""
+        return torch.cat([part.full_tensor() for part in self.parts])
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Any = None,
+        **_: Any,
+    ) -> DTensor:
+        """The same tensor with other placements. All ranks must call this."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        whole = DTensor.from_local(self.full_tensor(), mesh, everywhere, run_check=False)
+        return whole.redistribute(mesh, everywhere if placements is None else placements)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Not possible: raises :class:`InputError`."""
+        raise refused("to_local()")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def apply(number: int) -> Any:
+            own = [a.parts[number] if isinstance(a, JoinedTensor) else a for a in args]
+            return func(*own, **(kwargs or {}))
+
+        joined = [a for a in args if isinstance(a, JoinedTensor)]
+        numbers = range(len(joined[0].parts) if joined else 0)
+        if func in KEEPS:
+            return JoinedTensor([apply(number) for number in numbers])
+        if func is ATEN.new_empty.default and torch.Size(args[1]) == args[0].shape:
+            options = kwargs or {}
+            return JoinedTensor([part.new_empty(part.shape, **options) for part in args[0].parts])
+        shapes = {tuple(part.shape for part in a.parts) for a in joined}
+        if func is ATEN.equal.default and len(joined) == 2 and len(shapes) == 1:
+            return all([apply(number) for number in numbers])
+        raise refused(func)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JoinedTensor:
+        memo[id(self)] = made = JoinedTensor([part.clone() for part in self.parts])
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return JoinedTensor, (self.parts,)
+
+
+def _shards(parts: Sequence[DTensor]) -> Shards:
+    """The shards of this rank and where they are in the whole tensor."""
+    found, first = [], 0
+    for part in parts:
+        (chunk,) = part.__create_chunk_list__()
+        offsets = (chunk.offsets[0] + first, *chunk.offsets[1:])
+        found.append((part._local_tensor, offsets))
+        first += part.shape[0]
+    kept = [pair for pair in found if pair[0].numel()] or found[:1]
+    return Shards([shard for shard, _ in kept], [offsets for _, offsets in kept])

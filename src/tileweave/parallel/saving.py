@@ -1,0 +1,89 @@
+"""``save_pretrained`` of sharded models: rank 0 writes whole weights under the stock names.
+
+``save_pretrained`` of transformers gathers what transformers itself has sharded, no other DTensors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tileweave.nn.shards import is_dtensor
+
+
+def save_whole(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of ``model`` and of models in it gather the weights first."""
+    for part in model.modules():
+        method = getattr(type(part), "save_pretrained", None)
+        takes_state = method is not None and "state_dict" in signature(method).parameters
+        if takes_state and not isinstance(part, SavesWhole):
+            part.__class__ = _class_of(type(part))
+
+
+class SavesWhole:
+    """A model of DTensors whose ``save_pretrained`` writes whole weights. All ranks must call it;
+    it returns when rank 0 has written them, and raises on all ranks if it could not."""
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        saves = super().save_pretrained  # type: ignore[misc]
+        if state_dict is not None or options.get("distributed_checkpoint"):
+            return saves(save_directory, is_main_process, state_dict, **options)
+        found, meshes = _whole_state(self)
+        writes = is_main_process and dist.get_rank() == 0
+        failed = True
+        try:
+            done = saves(save_directory, is_main_process=writes, state_dict=found, **options)
+            failed = False
+        finally:
+            told = any([_any_failed(failed, mesh) for mesh in meshes])
+        if told:
+            raise RuntimeError(f"another rank could not save to {save_directory}: see its error")
+        return done
+
+
+@cache
+def _class_of(cls: type) -> type:
+    return type(cls.__name__, (SavesWhole, cls), {"__module__": cls.__module__})
+
+
+def _whole_state(model: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The state of ``model`` on the CPU of rank 0, nothing on others; and the meshes it is on.
+    Tensors that share memory, such as tied embeddings, stay one."""
+    writes = dist.get_rank() == 0
+    found: dict[str, Any] = {}
+    gathered: dict[Any, Any] = {}
+    meshes: dict[Any, None] = {}
+    for name, value in model.state_dict().items():
+        key: Any = name
+        if is_dtensor(value):
+            meshes[value.device_mesh] = None
+            shard = getattr(value, "parts", (value,))[0]._local_tensor
+            key = (shard.data_ptr(), value.shape, value.stride()) if shard.numel() else name
+            if key not in gathered:
+                whole = value.full_tensor()
+                gathered[key] = whole.cpu() if writes else None
+            value = gathered[key]
+        elif isinstance(value, torch.Tensor):
+            value = value.cpu()
+        if writes:
+            found[name] = value
+    return found, list(meshes)
+
+
+def _any_failed(failed: bool, mesh: Any) -> bool:
+    """Whether a rank of ``mesh`` failed."""
+    told = torch.tensor(int(failed), device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return bool(told)
