@@ -19,16 +19,19 @@ from tests.compile.test_all_gather_kernels import (
     compile_one,
     endpoint,
 )
+from tests.compile.test_reduction_kernels import check_counted, check_marked
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_reduce import collective
 from tileweave.kernels.all_reduce.norm import norm_quantize_launcher
 from tileweave.kernels.quantize import quantize_launcher
+from tileweave.kernels.reduce_scatter import hopper as scatter_hopper
+from tileweave.kernels.reduce_scatter import triton as scatter_plain
 from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import schedule_for
+from tileweave.planning.matmul import scatter_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
 
 TARGET = "sm_90"
@@ -126,3 +129,57 @@ def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
     assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
     # scales that peers wrote come from L2
     assert re.search(r"ld\.global\.cg", compiled.ptx or "")
+
+
+SCATTERS = [c for c in PLANNED["matmul_reduce_scatter"].fp8 if c.kernel == "hopper"]
+SCATTER_WIDE, SCATTER_SQUARE = (next(c for c in SCATTERS if c.tile_n == n) for n in (256, 128))
+PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (SCATTER_WIDE, ""),
+        (SCATTER_WIDE, "mirrored"),
+        (SCATTER_WIDE, "fast mirrored"),
+        (replace(SCATTER_WIDE, split_tail=True, team=4), "fast"),
+        (SCATTER_SQUARE, ""),
+        (SCATTER_SQUARE, "blocks mirrored"),
+        (PUSHED, ""),
+        (replace(SCATTER_SQUARE, kernel="triton"), "blocks"),
+        (replace(SCATTER_SQUARE, kernel="triton"), ""),
+    ],
+    ids=str,
+)
+def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
+    blocks, mirrored, keeps_sums = (word in how for word in ("blocks", "mirrored", "fast"))
+    rows, kind = 256, torch.float8_e4m3fn
+    config = replace(config, num_stages=3) if config.kernel == "triton" else config
+    problem = Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, "")
+    schedule = scatter_schedule_for(problem, config, RANK, H200)
+    x, w = torch.zeros(WORLD_SIZE * rows, DEPTH).to(kind), torch.zeros(COLS, DEPTH).to(kind)
+    out, bias = torch.empty(rows, COLS, dtype=torch.bfloat16), torch.empty(COLS)
+    staging = torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=out.dtype)
+    scales = torch.empty(x.shape[0] * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
+    peers = endpoint(schedule.slot_elements, out.dtype)
+    scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
+    if config.kernel == "hopper":
+        launch = scatter_hopper.launcher(
+            peers, schedule, config, kind, DEPTH, w.stride(), True, mirrored, mirrored, scaling
+        )
+    else:
+        launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
+    given = None if config.transport == "sm" else staging
+    more = (torch.empty_like(out), torch.empty_like(out)) if mirrored else (None, None)
+    compiled = compile_one(
+        lambda: launch(x, w, bias.to(out.dtype), out, given, 0, *more, scales), TARGET
+    )
+    assert compiled.fits_shared, compiled.shared_bytes
+    assert compiled.spills is not None and compiled.spills <= STACK
+    width = 64 if config.tile_n == 256 and not keeps_sums else config.tile_n
+    shape = f"m64n{width}k32.f32.e4m3.e4m3"
+    assert f"wgmma.mma_async.sync.aligned.{shape}" in (compiled.ptx or "")
+    if config.transport == "sm":
+        check_marked(compiled, 1)
+    else:
+        check_counted(compiled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from tests.support.matmul_cases import IN, OUT
 from tests.support.worlds import Member, World, Worlds
 
-from tileweave.bench import experts, rivals
+from tileweave.bench import experts, rivals, scaled_rivals
 from tileweave.bench.cases import Case
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
+from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import worst_of
 from tileweave.launcher import Member as Rank
 from tileweave.ops import reference
+from tileweave.ops.matmul.scaled import Scaled
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -52,6 +55,37 @@ def of_an_exchange(me: Member, op: str, dtype: str) -> float:
 @pytest.mark.parametrize("op", [OUT, IN])
 def test_exchange_baseline_keeps_order(world: World, op: str, dtype: str, allowed: float) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
+
+
+# --- FP8 operands ---
+
+
+def errors_with_two_weights(me: Member, op: str) -> tuple[float, float, str]:
+    """Functions take the next of several weights in each call; both results are of the same."""
+    one = scaled_rivals.ScaledRivals._weights
+    with mock.patch.object(
+        scaled_rivals.ScaledRivals, "_weights", lambda self: [*one(self), *reversed_of(one(self))]
+    ):
+        size = me.world_size
+        case = Case(
+            op, "", 4 * size, 16 * size, 32 * size, False, "smoke", "bfloat16", scales="row"
+        )
+        made = samples_of(op).rival(
+            case, Rank(me.rank, me.world_size, me.device), (rivals.OURS,), 3
+        )
+        assert len(made.weights) == 2
+        return *made.errors(), made.plan().reason
+
+
+def reversed_of(weights: list[Any]) -> list[Any]:
+    return [Scaled(w.data.flip(0), w.scale.flip(0), w.kind) for w in weights]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_errors_compare_results_of_one_weight(world: World, op: str) -> None:
+    for against_fp32, against_unfused, reason in world.run(errors_with_two_weights, op):
+        assert max(against_fp32, against_unfused) < 1e-2
+        assert "FP8" in reason, "the plan is that of FP8 operands"
 
 
 # --- torch's own ---

@@ -28,7 +28,11 @@ from tileweave.transport import host_memory
 from tileweave.transport.rail import GlooRail
 
 NAMES = {2: "2 nodes x 1", 4: "2 nodes x 2"}
-ACROSS = ("all_gather_matmul",)  # operators that have a path between nodes
+ACROSS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)  # operators that have a path between nodes
 
 
 @pytest.fixture(params=NAMES, ids=["2x1", "2x2"])
@@ -168,7 +172,6 @@ def test_public_calls(nodes: World) -> None:
 
 
 def test_gradients(nodes: World) -> None:
-    """The gradient of x is an unfused reduce-scatter."""
     nodes.run(backward.gradients, [Case(35, 18, 40, bias=True, gathered=g) for g in (False, True)])
     nodes.run(backward.gradients, [Case(32, 18, 40, op=RS, bias=True)])
 

@@ -156,10 +156,16 @@ def by_copy_engines(me: Member) -> None:
     both slots."""
     library = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
     kernel = MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4)
+    pushed = replace(kernel, transport="sm")
     calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
+    calls += product((RS,), KINDS, (kernel, pushed))
+    calls += product((AR,), KINDS[::2], (replace(kernel, row_chunks=2),))
     for op, kinds, config in calls:
-        rows = 16 if op == AG else 16 * me.world_size
-        case = Case(op, rows, kinds=kinds, bias=True, dtype=torch.float16)
+        # pushed tiles span ranks; of those that copy engines take, the last is not whole; 67 rows
+        # are two chunks, and rows that are in both
+        of_rank = 5 if config is pushed else 18
+        rows = {AG: 16, RS: of_rank * me.world_size, AR: 67}[op]
+        case = Case(op, rows, kinds=kinds, bias=True, norm=op == AR, dtype=torch.float16)
         with choices.forced(op, config):
             first = check(case, me, 7)
             check(case, me, 8)

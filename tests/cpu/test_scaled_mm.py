@@ -6,11 +6,14 @@ The CPU's own ``torch._scaled_mm`` takes more, so a double takes its place: it r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from tileweave.ops.matmul import scaled
 from tileweave.ops.matmul.quantize import _in_torch
 from tileweave.ops.matmul.scaled import Scaled, ScaledProduct, _by_cublas, as_sent, from_sent
 from tileweave.ops.matmul.scaled_training import by_columns
@@ -81,12 +84,25 @@ def moved(t: torch.Tensor, to: int) -> torch.Tensor:
     return part.copy_(t)
 
 
+def of_16_rows(a: torch.Tensor, b: torch.Tensor, **given: Any) -> torch.Tensor:
+    """As above, with kernels for multiples of 16 rows only."""
+    if a.shape[0] % 16:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
+    return scaled_mm(a, b, **given)
+
+
 KINDS = [("tensor", "tensor"), ("tensor", "row"), ("row", "tensor"), ("row", "row")]
 
 
 @pytest.mark.parametrize("kinds", [*KINDS, ("block", "tile")], ids="-".join)
-def test_what_scaled_mm_is_given(kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+@pytest.mark.parametrize("function", [scaled_mm, of_16_rows], ids=["any rows", "16 rows"])
+def test_what_scaled_mm_is_given(
+    function: Callable[..., torch.Tensor],
+    kinds: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", function)
+    monkeypatch.setattr(scaled, "_PADDED", set())
     torch.manual_seed(0)
     sizes = [(6, 256, 640), (1, 16, 16), (8, 144, 1024), (5, 48, 80), (4, 128, 128), (3, 272, 896)]
     for (m, n, k), off in product(sizes, (0, 4)):
@@ -103,6 +119,17 @@ def test_what_scaled_mm_is_given(kinds: tuple[str, str], monkeypatch: pytest.Mon
             got = _by_cublas(operand, call, out).double()
             error = (got - want - bias.double()).norm() / want.norm()
             assert got.shape == (m, n) and error < 8e-3, f"{m, n, k, off}: {error:.1e}"
+
+
+def test_other_errors_of_scaled_mm_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fails)
+    (x8, sx), (w8, sw) = (_in_torch(torch.ones(rows, 32), "row") for rows in (5, 16))
+    call = ScaledProduct(Scaled(w8, sw, "row"), None, "row", torch.bfloat16)
+    with pytest.raises(RuntimeError, match="illegal"):
+        _by_cublas(Scaled(x8, sx, "row"), call, None)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])

@@ -96,12 +96,10 @@ def test_parity_of_the_triton_kernel_where_tma_cannot_read(largest: World) -> No
 
 
 def test_public_calls(largest: World) -> None:
-    cases = [
-        Case(rows, cols, 512, dtype, bias=True)
-        for rows, dtype in ((16, "bfloat16"), (520, "float16"))
-        for cols in (256, 252)
-    ]
-    largest.run(behaviour.public_calls, cases, "fused", timeout=120)
+    sizes = (16, "bfloat16"), (520, "float16")
+    for cols, path in ((256, "fused"), (252, None)):  # rows of 252 columns: not aligned for cuBLAS
+        cases = [Case(rows, cols, 512, dtype, bias=True) for rows, dtype in sizes]
+        largest.run(behaviour.public_calls, cases, path, timeout=120)
     largest.run(behaviour.public_calls, [Case(16, 64, 100, "float32", bias=True)], "unfused")
 
 
@@ -277,13 +275,14 @@ def first_call_without(me: Member, absent: int) -> float | None:
         return None
     call = prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
-    with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
+    with pytest.raises(tw.PeerTimeout, match="the first call of a group"):
         tw.all_gather_matmul(call.x, call.w)
     return time.monotonic() - started
 
 
 def test_absent_peer_in_the_first_call() -> None:
-    """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
+    """Ranks meet and map memory in the first call: torch's own rendezvous would wait for half an
+    hour."""
     ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0], ends
     assert gpu_behaviour.SECONDS <= ends[0].value < gpu_behaviour.SECONDS + 2.0, ends

@@ -42,7 +42,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def implementation(x: Any, w: Any, bias: Any, factor: float, name: str) -> Any:
         found.called.append(DIRECT)
-        return x.detach() * w.detach() * factor, None
+        return x.detach() * w.detach() * (1.0 if isinstance(factor, list) else factor), None
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, w, _, ctx.factor, _ = inputs
@@ -120,10 +120,12 @@ def test_transforms_and_tracers_see_the_operator(scale: Any) -> None:
         lambda x: x.to("meta"),
         lambda x: torch.complex(x, x).conj().imag,
         lambda x: x.to_sparse(),
-        lambda x: [x],
+        lambda x: [[x]],
+        lambda x: [x, x.to("meta")],
+        lambda x: (x,),
         lambda x: b"no tensor",
     ],
-    ids=["subclass", "meta", "negative view", "sparse", "list", "bytes"],
+    ids=["subclass", "meta", "negative view", "sparse", "list of lists", "list", "tuple", "bytes"],
 )
 def test_other_arguments_are_left_to_torch(
     scale: Any, strange: Callable[[torch.Tensor], Any]
@@ -154,6 +156,17 @@ def test_gradients_are_recorded_directly(scale: Any) -> None:
     with torch._C._AutoDispatchBelowAutograd():
         call(scale, x, w)
     assert scale.called == [DIRECT] * 2 + [TORCH]
+
+
+def test_lists_go_around_torch_unless_gradients_are_recorded(scale: Any) -> None:
+    """``autograd.Function`` does not look for tensors in lists."""
+    x, w = x_and_w()
+    operands = x, w.requires_grad_()
+    with torch.no_grad():
+        call(scale, *operands, [x, operands[1]], [1, 2])
+    assert scale.called == [DIRECT]
+    call(scale, x, w.detach(), [x, operands[1]])
+    assert scale.called == [DIRECT, TORCH]
 
 
 def test_operators_without_gradients_leave_those_to_torch(scale: Any) -> None:

@@ -71,6 +71,13 @@ def test_results_are_read_as_they_were_written() -> None:
     assert cache.clear() == [path] and cache.files() == []
 
 
+def test_results_over_nodes_are_not_those_of_one() -> None:
+    one = tuned(64)
+    two = replace(one, problem=replace(one.problem, nodes=2))
+    path = cache.merge(KEY, [one, two])
+    assert cache.read(path, KEY)[1] == (one, two)
+
+
 def change(path: tuple[Any, ...], value: object) -> str:
     data = json.loads(cache.text_of(KEY, [tuned(64), tuned(128)]))
     part = data
@@ -97,6 +104,8 @@ BROKEN = {
     "rows": change((*SHAPE, "rows"), 0),
     "twice": change((*SHAPE, "rows"), 128),
     "world": change((*SHAPE, "world_size"), 4),
+    "nodes": change((*SHAPE, "nodes"), 3),
+    "one node": change((*SHAPE, "nodes"), 1),
     "dtype": change((*SHAPE, "dtype"), "int8"),
     "op": change(("measured", 0, "op"), 3),
     "no times": change((*SHAPE, "us"), []),

@@ -36,6 +36,7 @@ from tileweave.bench.subjects import Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.core.registration import spec_of
+from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 OURS, UNFUSED, TORCH, GEMM, CORUN = (
@@ -181,6 +182,10 @@ class Rivals(ABC):
             handle.get_buffer((self.rank + i) % self.size, shape, self.dtype)
             for i in range(1, self.size)
         ]
+
+    def plan(self) -> Plan:
+        """The plan of the operator."""
+        return self.subject.explain(self.operands, self.group)
 
     def errors(self) -> tuple[float, float]:
         """Collective: call the operator twice; worst errors on this rank, against fp32 and the

@@ -190,7 +190,7 @@ def _bench_case(
 ) -> dict[str, Any]:
     steps.detail("draws operands")
     rivals = samples_of(case.op).rival(case, member, options.rivals or RIVALS, seed)
-    plan = rivals.subject.explain(rivals.operands, member.group)
+    plan = rivals.plan()
     steps.detail("compiles and checks")
     member.barrier()
     errors = [worst(error, member.device, member.group) for error in rivals.errors()]

@@ -207,7 +207,7 @@ class AllGatherMatmul:
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
         seed = (number + drawn.order) % POOL
-        whole, w, want = _gather_operands(drawn.payload, shape, world.size, rank, seed)
+        whole, w, want = gather_operands(drawn.payload, shape, world.size, rank, seed)
         bias = added(want, number + drawn.order, rank)
         want = want if bias is None else want + bias
         out = unwritten(want, number + drawn.order)
@@ -270,7 +270,7 @@ class ConcurrentGather:
 
 
 @lru_cache(maxsize=4096)
-def _gather_operands(
+def gather_operands(
     payload: str, shape: tuple[int, int, int], size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
@@ -327,7 +327,7 @@ class MatmulReduce:
             depth,
         )
         seed = (number + drawn.order) % POOL
-        x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
+        x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
         bias = added(want, number + drawn.order, 0)
@@ -356,7 +356,7 @@ class MatmulReduce:
 
 
 @lru_cache(maxsize=4096)
-def _reduce_operands(
+def reduce_operands(
     payload: str, shape: tuple[int, int, int], size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
@@ -398,7 +398,7 @@ class OneShot:
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
         seed = (number + drawn.order) % POOL
-        x, w, total = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
+        x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
         gain = whole_numbers(shape[1:2], "gain") if self.norm else None
         bias = added(total, number + drawn.order, 0)
@@ -453,7 +453,7 @@ class AllReduceInChunks:
         tiles, further, *sizes = self.shapes[(number + drawn.order) % len(self.shapes)]
         shape = (tiles * world.size * self.config.tile_m + further, *sizes)
         seed = (number + drawn.order) % POOL
-        x, w, want = _reduce_operands(drawn.payload, shape, world.size, rank, seed)
+        x, w, want = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         out = unwritten(want, number + drawn.order)
         world.transports[rank].captured = self.captured and number > 0
         plan = Plan("fused", "explored", self.config)

@@ -1,4 +1,5 @@
-"""Scenarios of all_gather_matmul with FP8 operands: rows and their scales under one signal.
+"""Scenarios of FP8 operands: all_gather_matmul, whose rows and scales have one signal, and
+matmul_reduce_scatter, whose partial sums are scaled before they are sent.
 
 Data are whole numbers that FP8 has, scales powers of two that differ between rows, ranks and calls:
 results are exact, and scales of another call or rank are noticed.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
 from tileweave.explore.scenarios import (
+    PAYLOADS,
     POOL,
     Drawn,
     begin_instance,
@@ -70,6 +73,62 @@ class ScaledGather:
         yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
+@dataclass(frozen=True)
+class ScaledScatter:
+    """``shapes``: (rows of an owner, cols, K of a rank), used in turn; ``kind`` of the scales of x:
+    those of w are alike."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    kind: str = "row"
+    captured: bool = False
+    op: str = "matmul_reduce_scatter"
+    payloads: ClassVar[tuple[str, ...]] = PAYLOADS[1:2]  # partial sums of 16 bits signal themselves
+
+    @property
+    def resident(self) -> int:
+        return max(self.programs)  # a program may wait for any program of a peer
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul.matmul_reduce_scatter_fused import run_scaled
+        from tileweave.ops.matmul.scaled import FP8, Scaled, ScaledProduct, as_sent, blocks
+
+        seed = (number + drawn.order) % POOL
+        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        count = blocks(depth) if self.kind == "block" else 1
+        of_w = (blocks(cols), count) if self.kind == "block" else (cols, 1)
+
+        def made(shape: tuple[int, ...], of: tuple[int, ...], *seeds: object) -> Scaled:
+            scale = 2.0 ** whole_numbers(of, "scale", *seeds).clamp(-1, 1)
+            return Scaled(whole_numbers(shape, *seeds), scale, self.kind)
+
+        xs = [
+            made((world.size * rows, depth), (world.size * rows, count), "x", r, seed)
+            for r in range(world.size)
+        ]
+        ws = [made((cols, depth), of_w, "w", r, seed) for r in range(world.size)]
+        whole = torch.stack([x.value() @ w.value().t() for x, w in zip(xs, ws, strict=True)]).sum(0)
+        want = whole[rank * rows : (rank + 1) * rows].half()
+        x, w = xs[rank], ws[rank]
+        product = ScaledProduct(w._replace(data=w.data.to(FP8)), None, self.kind, torch.float16)
+        out = unwritten(want)
+        world.transports[rank].captured = self.captured and number > 0
+        plan = Plan("fused", "explored", self.config, world_size=world.size)
+        parts = x.data.to(FP8), as_sent(x.scale.clone(), self.kind)
+        run_scaled(parts, product, None, out, world.ranks[rank].group, plan)
+        yield "out", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
+
+
 _SHARDS = triton_config("copy_engine", kernel="library")
 _KERNEL = triton_config("copy_engine", tile_k=128)
 SCENARIOS = (
@@ -83,4 +142,10 @@ SCENARIOS = (
     ),
     ScaledGather("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 24, 16)), (1, 2)),
     ScaledGather("FP8, kernel, blocks", _KERNEL, ((17, 24, 160),), (1, 2), kind="block"),
+    ScaledScatter("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 24, 16)), (1, 2)),
+    ScaledScatter("FP8, kernel, captured", _KERNEL, ((17, 16, 16),), (1, 2), captured=True),
+    ScaledScatter("FP8, kernel, blocks", _KERNEL, ((17, 24, 160),), (1, 2), kind="block"),
+    ScaledScatter(
+        "FP8, kernel, sm", triton_config("sm", tile_k=128), ((16, 16, 32), (5, 24, 16)), (1, 2)
+    ),
 )

@@ -19,6 +19,7 @@ from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.scenarios_local import SCENARIOS as LOCAL
+from tileweave.explore.scenarios_nodes import SCENARIOS as NODES
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
 from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
@@ -46,6 +47,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *EXPERT_SCENARIOS,
     *DISPATCH,
     *EXCHANGES,
+    *NODES,
     *LOCAL,
     *WORKSPACES,
 )

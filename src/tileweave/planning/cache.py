@@ -85,7 +85,7 @@ def text_of(key: Key, measured: Iterable[Measurement]) -> str:
 
 
 def _sizes(p: Problem) -> tuple[int | str, ...]:
-    return p.world_size, p.rows, p.cols, p.depth, p.scales
+    return p.world_size, p.rows, p.cols, p.depth, p.nodes, p.scales
 
 
 def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Measurement, ...]]:

@@ -85,6 +85,22 @@ def _by_cublas(configs: tuple[MatmulConfig, ...]) -> tuple[MatmulConfig, ...]:
 _FP8_WIDE = replace(_WIDE, tile_k=128)
 _FP8_SQUARE = replace(_SQUARE, tile_k=128, num_stages=5)
 _FP8_GATHER = (*_by_cublas(_GATHER), _FP8_WIDE, _FP8_SQUARE, _uncut(_FP8_SQUARE))
+_FP8_SCATTER = (
+    *_by_cublas(_SCATTER),
+    _PER_SHARD,
+    *(_uncut(_FP8_WIDE, slices) for slices in (1, 2, 4)),
+    *(_uncut(replace(_SQUARE, tile_k=128, group_m=8), slices) for slices in (2, 4)),
+)
+
+
+_FP8_REDUCE = (
+    *_by_cublas(_REDUCE),
+    *(
+        replace(_uncut(wide, slices), row_chunks=chunks)
+        for wide in (_FP8_WIDE, replace(_SQUARE, tile_k=128, group_m=8))
+        for chunks, slices in ((1, 2), (2, 2), (4, 2))
+    ),
+)
 
 
 _EXCHANGE_AFTER = (
@@ -125,14 +141,8 @@ class MatmulOperator:
 
 _PLANNED = (
     MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER),
-    MatmulOperator(
-        "matmul_reduce_scatter",
-        "reduce_scatter",
-        "reduce",
-        _SCATTER,
-        (*_by_cublas(_SCATTER), _PER_SHARD),
-    ),
-    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _by_cublas(_REDUCE)),
+    MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER, _FP8_SCATTER),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _FP8_REDUCE),
     MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
     MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
 )
@@ -191,13 +201,22 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
     return (c.tile_m + c.tile_n) * c.tile_k * p.itemsize * c.num_stages
 
 
+def _takes_fp8(op: str, c: MatmulConfig, p: Problem) -> bool:
+    """Whether a kernel of ours takes FP8 operands with these tiles."""
+    known = op == "matmul_reduce_scatter" or (
+        op in ("all_gather_matmul", "matmul_all_reduce") and c.transport == "copy_engine"
+    )
+    # tiles of more columns have no registers for a second accumulator, or only where they are
+    # multiplied in quarters and blocks have no scales
+    quarters = op != "all_gather_matmul" and p.scales != "block"
+    return known and c.tile_k == 128 and (c.tile_n <= 128 or p.keeps_sums or quarters)
+
+
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
     own = c.kernel != "library"
-    if p.fp8 and own and (op != "all_gather_matmul" or c.transport == "sm" or c.tile_k != 128):
+    if p.fp8 and own and not _takes_fp8(op, c, p):
         return False
-    if p.fp8 and own and c.tile_n > 128 and not p.keeps_sums:
-        return False  # no registers for a second accumulator
     if op == "matmul_all_reduce":
         in_chunks = c.kernel != "library" and c.transport == "copy_engine"
         if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):

@@ -15,6 +15,7 @@ from tileweave.planning.candidates import PLANNED, can_run
 from tileweave.planning.machine import Machine
 from tileweave.planning.planner import planner_of
 from tileweave.planning.problem import (
+    FUSED_WORLD_SIZES,
     MOST_ELEMENTS,
     MatmulConfig,
     Plan,
@@ -149,7 +150,8 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
     """What can run, then what is fastest: measured here, otherwise predicted."""
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {PLANNED[op].purpose}")
-    reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
+    near = max(p.world_size // p.nodes, 2)  # ranks that share memory
+    reason = why_unfused(near, (p.rows, p.cols, p.depth), machine, interpreting)
     if reason is None and p.rows * p.depth > MOST_ELEMENTS:
         reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
     if reason is not None:
@@ -173,16 +175,41 @@ def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     if op not in _ACROSS_NODES or p.fp8:
         what = f"{op} of FP8 operands" if p.fp8 else op
         return Plan("unfused", f"{where}: {what} has no path between nodes")
+    each = p.world_size // p.nodes
+    if op == "matmul_all_reduce" and p.rows < each:
+        return Plan("unfused", f"{where}: {p.rows} rows, less than a node has ranks")
     if choices.is_forced(op):
         config = choices.forced_config(op)
         return _planned(config if config and config.transport == "nodes" else None, "forced")
-    if machine.backend != "cpu":
-        return Plan("unfused", f"{where}: the path between nodes was never measured on GPUs")
+    if machine.backend == "cpu":
+        return _plan_nodes_cpu(op, p, where)
+    if p.dtype == "float32":
+        return Plan("unfused", f"{where}: float32 is not a tensor-core dtype")
+    if each > 1 and p.depth * p.itemsize % 16:
+        return Plan("unfused", f"{where}: {_why_not_on_gpu(p)}")
+    rows = p.rows // each if op == "matmul_all_reduce" else p.rows  # that this rank sends
+    width = p.depth if op == "all_gather_matmul" else p.cols
+    sent = rows * width * p.itemsize
+    if sent < _CHUNK_BYTES or rows < _CHUNK_ROWS:
+        return Plan("unfused", f"{where}: {sent} bytes in {rows} rows are too little to hide")
+    most = min(sent // _CHUNK_BYTES, rows // _CHUNK_ROWS, rows * p.cols // _CHUNK_ELEMENTS)
+    config = _chunks_config(max(min(most, _MOST_CHUNKS), 1))
+    return Plan("fused", f"{where}; {sent} bytes cross per rank", config)
+
+
+def _plan_nodes_cpu(op: str, p: Problem, where: str) -> Plan[MatmulConfig]:
+    if op != "all_gather_matmul" or p.world_size > FUSED_WORLD_SIZES[-1]:
+        return Plan("fused", f"{where}, interpreted; {p.rows} rows", _chunks_config(3))
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     if p.rows < tile:
         return Plan("unfused", f"{where}: shards of {p.rows} rows are no tile of {tile}")
     config = MatmulConfig("triton", "nodes", tile, 2 * tile, 64, 1, 4, num_slices=4)
     return Plan("fused", f"{where}, interpreted; {p.rows} rows per rank", config)
+
+
+@cache  # one object per config
+def _chunks_config(chunks: int) -> MatmulConfig:
+    return MatmulConfig("library", "nodes", 16, 32, 64, 1, 4, num_slices=chunks)
 
 
 def _planned(
@@ -248,13 +275,14 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
 
 
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
-    found = planner_of(op, machine, p.fp8, p.scales).predictions(p)
+    planner = planner_of(op, machine, p.fp8, p.scales)
+    found = planner.predictions(p)
     best = found[0]
     unfused = next(one for one in found if one.config is None)
     if best is unfused and len(found) == 1:
         return Plan("unfused", f"no kernel that is known to be ahead on {machine.name} takes it")
     kind = "predicted" if best.measured_us is None else "measured here"
-    if p.fp8 and best.measured_us is None:
+    if p.fp8 and best.measured_us is None and not planner.has_fp8:
         kind = "predicted for FP8, by the rates of 16-bit operands,"
     reason = f"{kind} {best.expected_us:.1f} us"
     if best is unfused:
@@ -267,7 +295,11 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     return _planned(config, f"{reason}; unfused {unfused.expected_us:.1f}", found)
 
 
-_ACROSS_NODES = ("all_gather_matmul",)
+_ACROSS_NODES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# A chunk between nodes has at least: bytes that take 40 us at 400 Gb/s, more than NCCL takes to
+# begin; rows, and elements of a result, whose matmul is about one wave of tiles of 128 x 128.
+_CHUNK_BYTES, _CHUNK_ROWS, _CHUNK_ELEMENTS = 2 << 20, 256, 2 << 20
+_MOST_CHUNKS = 8  # of the shorter of transfer and matmul an eighth is not hidden
 _NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)

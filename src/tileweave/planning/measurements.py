@@ -20,7 +20,8 @@ from tileweave.planning.table import read_config
 
 _REMEDY = "measure again: tileweave tune"
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
-_SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")  # and of FP8 "scales"
+_SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")
+_SOMETIMES = {"scales", "nodes"}  # of FP8 operands; of ranks on several nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Measurement:
 
 @cache
 def packaged(op: str) -> tuple[Measurement, ...]:
-    """What was measured of ``op`` on two H100 for this package."""
+    """What was measured of ``op`` for this package: on two H100, of a few shapes on four H200, and
+    with FP8 operands on two H200."""
     found = resources.files("tileweave.planning") / "measured" / f"{op}.json"
     if not found.is_file():
         return ()
@@ -86,11 +88,12 @@ def read_measurements(text: str, where: str) -> tuple[Measurement, ...]:
 def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: str) -> Measurement:
     good = (
         isinstance(raw, dict)
-        and set(raw) - {"scales"} == set(_SHAPE)
+        and set(raw) - _SOMETIMES == set(_SHAPE)
         and raw.get("scales", "") in ("", *SCALES)
         and ("scales" in raw) == (raw["dtype"] == "float8_e4m3fn")
         and all(type(raw[name]) is int and 0 < raw[name] < 2**31 for name in _SHAPE[:4])
         and raw["world_size"] in FUSED_WORLD_SIZES
+        and _may_be_nodes(raw.get("nodes"), raw["world_size"])
         and raw["dtype"] in _ITEMSIZE
         and isinstance(raw["us"], list)
         and len(raw["us"]) == len(configs)
@@ -98,13 +101,21 @@ def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: s
         and raw["us"][0] is not None
     )
     require(
-        good, where, f"{', '.join(_SHAPE)}, scales of FP8: a time or null for each config", _REMEDY
+        good,
+        where,
+        f"{', '.join(_SHAPE)}, scales of FP8, nodes if several: a time or null for each config",
+        _REMEDY,
     )
     world_size, rows, cols, depth = (raw[name] for name in _SHAPE[:4])
     problem = Problem(world_size, rows, cols, depth, _ITEMSIZE[raw["dtype"]], raw["dtype"])
-    problem = replace(problem, scales=raw.get("scales", ""))
+    problem = replace(problem, scales=raw.get("scales", ""), nodes=raw.get("nodes", 1))
     times = {c: float(us) for c, us in zip(configs, raw["us"], strict=True) if us is not None}
     return Measurement(op, problem, times)
+
+
+def _may_be_nodes(nodes: Any, world_size: int) -> bool:
+    """Whether so many ranks may be on ``nodes``; None: one, which is not written."""
+    return nodes is None or (type(nodes) is int and nodes > 1 and world_size % nodes == 0)
 
 
 def write_measurements(op: str, measurements: Iterable[Measurement]) -> str:
@@ -124,6 +135,7 @@ def write_measurements(op: str, measurements: Iterable[Measurement]) -> str:
             "depth": one.problem.depth,
             "dtype": one.problem.dtype,
             **({"scales": one.problem.scales} if one.problem.fp8 else {}),
+            **({"nodes": one.problem.nodes} if one.problem.nodes > 1 else {}),
             "us": [None if c not in one.us else round(one.us[c], 2) for c in (None, *configs)],
         }
         for one in found

@@ -3,13 +3,14 @@
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
 to take for shapes nearby, relative to the closed form there. On 230 random shapes, each left out of
 the measurements in turn, the choice took 1.3 % longer than the fastest candidate in the mean. A
-candidate that was never measured on a machine of this kind is not chosen. No torch, no triton.
+candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
+predicted with caution (:data:`_UNTRIED`). No torch, no triton.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tileweave.planning import choices
@@ -22,6 +23,11 @@ from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
 _FAR = 0.3  # weight of the median over all measurements
+# Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
+# torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
+_UNTRIED = 1.12
+# Further, of a kernel of ours that adds products in fp32 after each 128 of K.
+_PROMOTED = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class Planner:
 
     def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
         self.op, self.machine = op, machine
+        self.has_fp8 = any(one.problem.fp8 for one in known)
         sheet = data_sheet(machine)
         self._costs, self._link = (
             Costs(sheet, load_calibration("h100").coefficients),
@@ -60,19 +67,31 @@ class Planner:
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds, corrected by measurements nearby; rounded, so that ranks with different math
         libraries agree."""
+        known, caution = config, 1.0
+        if p.fp8 and config is not None and config not in self._points:
+            known, caution = _in_16_bits(config), _UNTRIED
+            if config.kernel != "library" and not p.keeps_sums:
+                caution *= _PROMOTED
         place, weights, total = _place(p), 0.0, 0.0
-        for point in self._points.get(config, ()):
+        for point in self._points.get(known, ()):
             far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
             weight = math.exp(-far / (2.0 * _OCTAVES**2))
             weights += weight
             total += weight * point.log_ratio
-        total += _FAR * self._medians.get(config, 0.0)
-        device = self.closed_form(p, config) * math.exp(total / (weights + _FAR))
+        total += _FAR * self._medians.get(known, 0.0)
+        device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
         return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
-        """All candidates that were measured before, and the unfused path; fastest first."""
-        known = [c for c in candidates(self.op, p, self.machine) if c in self._points]
+        """All candidates that were measured before, and the unfused path; fastest first. Of FP8
+        operands also the other ones of cuBLAS, and kernels that were measured with 16 bits."""
+        untried = p.fp8 and self.machine.hopper
+        known = [
+            c
+            for c in candidates(self.op, p, self.machine)
+            if c in self._points
+            or (untried and (c.kernel == "library" or self._ran_with_fp8(c, p)))
+        ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
         found = [
@@ -80,6 +99,17 @@ class Planner:
             for config in (None, *known)
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
+
+    def _ran_with_fp8(self, config: MatmulConfig, p: Problem) -> bool:
+        """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
+        16 bits. Others wait for a tuner, which checks them."""
+        right = self.op != "matmul_all_reduce" and (config.tile_n <= 128 or p.keeps_sums)
+        return right and _in_16_bits(config) in self._points
+
+
+def _in_16_bits(config: MatmulConfig) -> MatmulConfig:
+    """The config whose tiles of 16-bit operands have the bytes of these tiles of FP8."""
+    return config if config.kernel == "library" else replace(config, tile_k=config.tile_k // 2)
 
 
 def _place(p: Problem) -> tuple[float, ...]:
@@ -96,26 +126,32 @@ def _place(p: Problem) -> tuple[float, ...]:
 def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -> Planner:
     """The planner of ``op`` with all that is known of ``machine``.
 
-    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of 16-bit ones near a shape
-    correct them, too, where the same config was measured; times of FP8 say nothing about other
-    calls, nor about those with scales of another kind.
+    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
+    calls, nor about those with scales of another kind; but where nothing was measured with scales
+    of tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
+    were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
         known = tuple(
-            Measurement(
-                one.op,
-                one.problem,
-                {c: us for c, us in one.us.items() if c is None or c.kernel == "library"},
+            replace(
+                one, us={c: us for c, us in one.us.items() if c is None or c.kernel == "library"}
             )
             for one in known
         )
     measured = (*known, *choices.installed(op))
-    like = [
-        one for one in measured if not one.problem.fp8 or (fp8 and one.problem.scales == scales)
+    wide = [one for one in measured if not one.problem.fp8]
+    eight = [one for one in measured if fp8 and one.problem.fp8]
+    own = [one for one in eight if one.problem.scales == scales] or [
+        one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
-    return Planner(op, machine, tuple(like))
+    seen = {config for one in own for config in one.us}
+    others = [
+        replace(one, us={config: us for config, us in one.us.items() if config not in seen})
+        for one in wide
+    ]
+    return Planner(op, machine, (*own, *others))
 
 
 choices.on_change(planner_of.cache_clear)

@@ -40,7 +40,8 @@ class MatmulConfig(_CachedHash):
         ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"`` (all-gather
         only), copy engines bring the shards and each shard is multiplied by a launch of its own.
     transport : how data reaches peers. ``"nodes"``: chunks cross to other nodes by NCCL (gloo on
-        the CPU), copy engines push them on inside the node (all-gather only).
+        the CPU), copy engines push inside the node; with ``"library"`` cuBLAS multiplies one chunk
+        while others travel, with ``"triton"`` tiles wait for chunks (all-gather on the CPU only).
     tile_m, tile_n, tile_k : the tile that a program computes at once, in elements.
     num_stages : K blocks of operands in flight.
     num_warps : warps that multiply.
@@ -84,6 +85,11 @@ class MatmulConfig(_CachedHash):
 
     __hash__ = _CachedHash.__hash__
 
+    @property
+    def multiplies_chunks(self) -> bool:
+        """Whether cuBLAS multiplies chunks that travel between nodes."""
+        return self.kernel == "library" and self.transport == "nodes"
+
     def fits_rows(self, rows: int) -> bool:
         """Whether its transport can move shards of ``rows`` rows: copy engines need a tile or
         more."""
@@ -91,6 +97,8 @@ class MatmulConfig(_CachedHash):
 
     def __str__(self) -> str:
         """The summary that a plan shows; repr has every field."""
+        if self.multiplies_chunks:
+            return f"cuBLAS on each chunk as NCCL moves them, at most {self.num_slices} chunks"
         if self.kernel == "library" and self.transport == "copy_engine":
             return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":

@@ -20,6 +20,7 @@ from tileweave.planning.machine import CPU
 from tileweave.planning.topology import Topology
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
+from tileweave.transport.nodes import part_of
 from tileweave.transport.rail import GlooRail
 from tileweave.transport.rendezvous import Texts
 
@@ -47,12 +48,21 @@ class CpuTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         # a block is unmapped with its last tensor: nothing else keeps memory that was outgrown
         shared = self.share(nbytes)
-        if self._rail is None and self.topology.nodes > 1 and self.topology.per_node:
-            self._rail = GlooRail(self.group, self.topology, self._texts.number)  # all are here
-            self.barrier()  # a rank that closed it now would fail those that still connect
+        if self.topology.nodes > 1 and self.topology.per_node:
+            self.rail()
         views = {r: torch.frombuffer(m, dtype=torch.uint8) for r, m in shared.items()}
         addresses = [views[r].data_ptr() if r in views else 0 for r in range(self.world_size)]
         return SymmetricBuffer(views[self.rank], tuple(addresses), views)
+
+    def rail(self) -> GlooRail:
+        if self._rail is None:
+            self.barrier()
+            self._rail = GlooRail(self.group, self.topology, self._texts.number)  # all are here
+            self.barrier()  # a rank that closed it now would fail those that still connect
+        return self._rail
+
+    def inside(self) -> str:
+        return part_of(self.group, self._near, "inside", self._texts, self.device).group_name
 
     def share(self, nbytes: int) -> dict[int, mmap.mmap]:
         return share(nbytes, self.rank, self._near, self._texts.exchange)

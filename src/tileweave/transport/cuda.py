@@ -23,6 +23,8 @@ from tileweave.planning.topology import Topology
 from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
+from tileweave.transport.nodes import part_of
+from tileweave.transport.rail import NcclRail
 from tileweave.transport.rendezvous import Meeting
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
 from tileweave.transport.workspace import kernels_allowed
@@ -141,6 +143,7 @@ class CudaTransport:
         self._require_peer_access()
         self._meeting = Meeting(group, device)
         self._engines = [CopyEngine(device)]
+        self._rail: NcclRail | None = None
         self.watch: Watcher | None = None
         self._launch_order = _LAUNCH_ORDERS.setdefault(self._index, LaunchOrder())
 
@@ -174,6 +177,17 @@ class CudaTransport:
             handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size)
         )
         return SymmetricBuffer(local, addresses, handle)
+
+    def rail(self) -> NcclRail:
+        if self._rail is None:
+            ranks = self.topology.rail(self.rank)
+            group = part_of(self.group, ranks, "rail", self._meeting, self.device)
+            self._rail = NcclRail(group, self.device)
+        return self._rail
+
+    def inside(self) -> str:
+        near = self.topology.near(self.rank)
+        return part_of(self.group, near, "inside", self._meeting, self.device).group_name
 
     def share(self, nbytes: int) -> dict[int, mmap.mmap]:
         near = self.topology.near(self.rank)

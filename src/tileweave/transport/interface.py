@@ -131,6 +131,43 @@ class Sending:
 Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
+class Rail(Protocol):
+    """Collectives of the ranks with the index of this one inside their nodes: on a GPU by NCCL, on
+    a stream of their own; on the CPU by gloo, done when they begin.
+
+    On the CPU a rank that does not come is a ``PeerTimeout``; on a GPU NCCL has its own time-out.
+    Tensors are contiguous and of the same shape on all ranks.
+    """
+
+    def agree(self, call: int) -> Mapping[int, int]:
+        """Tell the others a number for the call that follows, and return theirs, by rank. Empty on
+        GPUs, where the host does not wait for peers."""
+        ...
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        """Have ``transfer()``, which calls one of the methods below, run after the work queued so
+        far and concurrently with work queued later. Returns what orders later work after it.
+        Transfers run in the order in which they were begun."""
+        ...
+
+    def join(self) -> None:
+        """Order later work after all transfers."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out [N, ...] = x of all N nodes."""
+        ...
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Part p of x [N-1, ...] goes to the p-th of the other nodes; part p of ``out``, of the
+        same shape, comes from it."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """x = its sum over all nodes."""
+        ...
+
+
 class Transport(Protocol):
     """What ``cuda.py`` and ``cpu.py`` provide for one (group, device)."""
 
@@ -207,4 +244,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release all memory. Not collective: it must work when a peer is gone."""
+        ...
+
+
+class Spanning(Transport, Protocol):
+    """A transport whose group may be on several nodes."""
+
+    def rail(self) -> Rail:
+        """What reaches other nodes. Collective the first time."""
+        ...
+
+    def inside(self) -> str:
+        """The name of the group of the ranks of this node. Collective the first time."""
         ...

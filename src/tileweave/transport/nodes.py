@@ -12,19 +12,25 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from tileweave.planning.topology import Topology
-from tileweave.transport.rendezvous import NODES, meet, require_alike
-from tileweave.transport.workspace import REGISTRY
+from tileweave.transport.rendezvous import NODES, Texts, meet, require_alike
+from tileweave.transport.workspace import PART, REGISTRY
 
 HOST_ID = "NCCL_HOSTID"
 _FIRST = "the first call of a group"
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 _FOUND: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def host_name() -> str:
@@ -75,3 +81,56 @@ def known_topology(group: dist.ProcessGroup) -> Topology:
     """The topology of ``group``, if its ranks have agreed on it; before that, as if all of them
     shared memory. Not collective."""
     return _FOUND.get(group) or Topology.one_node(dist.get_world_size(group))
+
+
+def part_of(
+    group: dist.ProcessGroup, ranks: Sequence[int], what: str, texts: Texts, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of these ranks of ``group``, this one among them. Collective over ``group`` the
+    first time, when all ranks of it make their parts ``what``, free after it.
+
+    ``dist.new_group`` must be called by all ranks of the world for each part, or names it by the
+    number of groups that a rank is in, which may differ between ranks.
+
+    Raises
+    ------
+    PeerTimeout
+        A rank does not come in time.
+    """
+    parts = _PARTS.setdefault(group, {})
+    if what not in parts:
+        texts.barrier()
+        with _without_split() as world:
+            name = f"{group.group_name}{PART}{what}-{texts.number}-{ranks[0]}"
+            global_ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+            parts[what], _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(dist.get_rank(group)),
+                global_ranks,
+                c10d.Backend(dist.get_backend_config(group)),
+                c10d._get_process_group_store(world),
+                name,  # type: ignore[arg-type]
+                timeout=_timeout_of(group, device),
+            )
+            c10d._world.pg_group_ranks[parts[what]] = {
+                rank: at for at, rank in enumerate(global_ranks)
+            }
+    return parts[what]
+
+
+@contextmanager
+def _without_split() -> Iterator[dist.ProcessGroup]:
+    """Have NCCL make communicators that only their own ranks wait for. From a group with a bound
+    device torch would split them, and all ranks of the world would have to come."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a group, so there is a world"
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield world
+    finally:
+        world.bound_device_id = device
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None) or c10d.default_pg_timeout

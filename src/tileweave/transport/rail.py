@@ -1,9 +1,11 @@
-"""What crosses between nodes on the CPU: chunks between the ranks of a rail, by gloo.
+"""What crosses between nodes, between the ranks of a rail: by NCCL between GPUs, by gloo on the
+CPU.
 
-The group of a rail is gloo's own, made when memory is first mapped and gone with the transport: an
-exchange that one rank has given up stays in it, so the next workspace gets another. A thread begins
-the exchanges of a call, waits for one after another and then writes the words that announce it. It
-polls, since the call may be given up meanwhile; an exchange ends by itself after the time-out.
+gloo: the group of a rail is gloo's own, made when memory is first mapped and gone with the
+transport: an exchange that one rank has given up stays in it, so the next workspace gets another. A
+thread begins the exchanges of a call, waits for one after another and then writes the words that
+announce it. It polls, since the call may be given up meanwhile; an exchange ends by itself after
+the time-out.
 
 Before the first chunk the ranks of a rail tell each other which call they are in. If these differ
 nothing else is sent, because gloo ends the process where sizes differ: the kernel's wait times out,
@@ -14,19 +16,62 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from tileweave.errors import PeerTimeout
 from tileweave.planning.topology import Topology
 from tileweave.transport.group_store import ask_store
 from tileweave.transport.interface import Sending
 from tileweave.transport.rendezvous import MAPPING
+from tileweave.transport.torch_collectives import (
+    queue_all_gather,
+    queue_all_reduce,
+    queue_all_to_all,
+)
 from tileweave.transport.workspace import timeout_seconds
 
 _POLL = 2e-4  # seconds
+
+
+class NcclRail:
+    """A rail whose ranks are ``group``, in the order of their nodes."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        # its kernels get multiprocessors before those of a matmul that is queued later
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
+        me = dist.get_rank(group)
+        self._far = [int(at != me) for at in range(group.size())]
+
+    def agree(self, call: int) -> Mapping[int, int]:
+        return {}
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            transfer()
+            done = self._last = torch.cuda.Event()
+            done.record()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def join(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            torch.cuda.current_stream().wait_event(last)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        queue_all_gather(out, x, self._group)
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        queue_all_to_all(out, x, self._group, self._far)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        queue_all_reduce(x, self._group)
 
 
 class GlooRail:
@@ -39,6 +84,7 @@ class GlooRail:
         self._me = self.ranks.index(rank)
         # as long as a kernel waits for data, so that an exchange ends when its call does
         seconds, name = timeout_seconds() * 9 / 8, f"tileweave-rail-{number}-{self.ranks[0]}"
+        self._seconds = seconds
         self._group = ask_store(
             group,
             MAPPING,
@@ -71,6 +117,45 @@ class GlooRail:
                 return
             for word in announced:
                 ctypes.memmove(word.target, word.source, word.nbytes)
+
+    def agree(self, call: int) -> Mapping[int, int]:
+        words = torch.zeros(len(self.ranks), 1, dtype=torch.int64)
+        self.all_gather(words, torch.tensor([call]))
+        told = {rank: int(word) for rank, word in zip(self.ranks, words, strict=True)}
+        return {rank: word for rank, word in told.items() if rank != self.ranks[self._me]}
+
+    def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
+        transfer()
+        return lambda: None
+
+    def join(self) -> None:
+        pass
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        mine = x.contiguous().view(-1).view(torch.uint8)  # gloo has no 2-byte floats
+        places = out.view(len(self.ranks), -1).view(torch.uint8)
+        if not self._done(self._begin(mine, list(places.unbind())), lambda: False):
+            far = [rank for at, rank in enumerate(self.ranks) if at != self._me]
+            peer = far[0] if len(far) == 1 else -1
+            me = self.ranks[self._me]
+            raise PeerTimeout(
+                "an exchange between nodes", me, peer, -1, 0, 0, self._seconds, "meeting"
+            )
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        everything = x.new_empty(len(self.ranks), *x.shape)
+        self.all_gather(everything, x)
+        far = [at for at in range(len(self.ranks)) if at != self._me]
+        for place, at in enumerate(far):
+            out[place].copy_(everything[at, self._me - (self._me > at)])
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        everything = x.new_empty(len(self.ranks), *x.shape)
+        self.all_gather(everything, x)
+        total = everything[0].to(torch.promote_types(x.dtype, torch.float32))
+        for part in everything[1:]:
+            total = total + part
+        x.copy_(total)
 
     def _begin(self, mine: torch.Tensor, places: list[torch.Tensor]) -> dist.Work:
         return self._group.allgather([places], [mine])  # type: ignore[attr-defined]

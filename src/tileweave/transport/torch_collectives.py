@@ -4,7 +4,7 @@ that are queued on the current stream, and what ranks agree on before them."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,15 @@ def queue_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     _finish(group.allreduce([x], _REDUCE))
 
 
-def queue_all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+def queue_all_to_all(
+    out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, rows: Sequence[int] = ()
+) -> None:
     """Queue on the current stream: part p of x to rank p; out = the parts that arrive. Both
-    contiguous; parts are of one size."""
-    _finish(group.alltoall_base(out, x, [], [], _EXCHANGE))
+    contiguous.
+
+    rows : of the parts that are exchanged with each rank, along dimension 0; empty: all the same.
+    """
+    _finish(group.alltoall_base(out, x, [*rows], [*rows], _EXCHANGE))
 
 
 _LONGEST = 512  # characters of the text of a rank

@@ -33,6 +33,7 @@ NODES = "nodes"  # the kind of instance whose data also crosses between nodes
 GATHER = "gather"  # the kind of instance of a gather that runs concurrently with other kernels
 # kinds whose data copy engines move, by addresses that the host knows and not by address tables
 COPIED = ("copy_engine", GATHER, NODES)
+PART = "/tileweave-"  # follows the name of a group in those of parts of it
 MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
 _SECONDS = re.compile(r"[0-9]+\.?[0-9]*(e[+-]?[0-9]{1,3})?|\.[0-9]+", re.ASCII)
@@ -582,16 +583,16 @@ class Registry:
         return f"{len(calls)} that broke off, {sum(calls)} of them given up" if calls else ""
 
     def close(self, group_name: str | None = None) -> None:
-        """Close the workspaces of one group, or all. Groups are released, because a destroyed group
-        has threads and sockets."""
-        for key in [k for k in self._workspaces if group_name in (None, k[0])]:
+        """Close the workspaces of one group and its parts, or all. Groups are released, because a
+        destroyed group has threads and sockets."""
+        for key in [k for k in self._workspaces if _is_of(k[0], group_name)]:
             self._workspaces.pop(key).close()
-        for key in [k for k in self._broken if group_name in (None, k[0])]:
+        for key in [k for k in self._broken if _is_of(k[0], group_name)]:
             del self._broken[key]
-        for key in [k for k in self._accepted if group_name in (None, k[0])]:
+        for key in [k for k in self._accepted if _is_of(k[0], group_name)]:
             del self._accepted[key]
         for names in (self._agreed, self._groups):
-            for name in [name for name in names if group_name in (None, name)]:
+            for name in [name for name in names if _is_of(name, group_name)]:
                 del names[name]
 
     def check(self, group_name: str | None = None) -> None:
@@ -610,6 +611,11 @@ class Registry:
             if group_name in (None, key[0]):
                 workspace.transport.synchronize()
         self.check(group_name)
+
+
+def _is_of(name: str, group_name: str | None) -> bool:
+    """Whether a group of this name is ``group_name`` or a part of it; None: any."""
+    return group_name in (None, name) or name.startswith(f"{group_name}{PART}")
 
 
 REGISTRY = Registry()

@@ -291,6 +291,104 @@ def multiply_promoted(
     return acc, turn
 
 
+@gluon.jit
+def multiply_quarter(ring, index, part, never, QUARTER: gl.constexpr):
+    """Begin the products of buffer ``index`` with 64 columns. ``part``: what is replaced; so they
+    take its registers, and what reads it must come before."""
+    columns = ring.b.index(index).slice(QUARTER * 64, 64).permute((1, 0))
+    return warpgroup_mma(ring.a.index(index), columns, part, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def read_by(part, total):
+    """``part``, whose registers are free once ``total`` was computed from it: no instruction, but
+    the compiler keeps that order."""
+    return gl.inline_asm_elementwise(
+        "", "=f,0,f", [part, total], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def next_quarter(
+    total,
+    acc,
+    ring,
+    index,
+    never,
+    scales,
+    block,
+    QUARTER: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """``total`` plus the older one of two accumulators, and the products that begin in its
+    registers."""
+    part = warpgroup_mma_wait(1, deps=(acc,))
+    total = promoted(total, part, scales, block, SCALED)
+    return total, multiply_quarter(ring, index, read_by(part, total), never, QUARTER)
+
+
+@gluon.jit
+def last_quarters(total2, total3, even, odd, ring, index, scales, block, SCALED: gl.constexpr):
+    """Both totals plus both accumulators; buffer ``index`` was read then."""
+    part = warpgroup_mma_wait(1, deps=(even,))
+    total2 = promoted(total2, part, scales, block, SCALED)
+    part = warpgroup_mma_wait(0, deps=(odd,))
+    mbarrier.arrive(ring.empty.index(index), count=1)
+    return total2, promoted(total3, part, scales, block, SCALED)
+
+
+@gluon.jit
+def multiply_in_quarters(
+    turn,
+    k_begin,
+    num_blocks,
+    ring,
+    left,
+    right,
+    TILE_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """:func:`multiply_promoted` of tiles of 256 columns, 64 at a time: two accumulators of 64
+    columns fit next to the sums, one that wgmma fills while the other is added. ``left``,
+    ``right``: scales of the halves. Returns (four pieces of the tile, turn).
+
+    K blocks in pairs: ptxas makes every wgmma wait for the one before where accumulators are in
+    flight from one iteration of a loop to the next.
+    """
+    layout: gl.constexpr = accumulator(ring.a.dtype, 64, WARPS)
+    zero = gl.zeros((TILE_M, 64), gl.float32, layout)
+    never = k_begin < 0  # which the compiler does not know
+    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
+    for step in range(0, num_blocks - 1, 2):
+        index, after, block = turn % STAGES, (turn + 1) % STAGES, k_begin + step
+        mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+        even = multiply_quarter(ring, index, zero, never, 0)
+        odd = multiply_quarter(ring, index, zero, never, 1)
+        sum0, even = next_quarter(sum0, even, ring, index, never, left, block, 2, SCALED)
+        sum1, odd = next_quarter(sum1, odd, ring, index, never, left, block, 3, SCALED)
+        mbarrier.wait(ring.ready.index(after), ((turn + 1) // STAGES) & 1)
+        sum2, even = next_quarter(sum2, even, ring, after, never, right, block, 0, SCALED)
+        sum3, odd = next_quarter(sum3, odd, ring, after, never, right, block, 1, SCALED)
+        mbarrier.arrive(ring.empty.index(index), count=1)
+        block += 1
+        sum0, even = next_quarter(sum0, even, ring, after, never, left, block, 2, SCALED)
+        sum1, odd = next_quarter(sum1, odd, ring, after, never, left, block, 3, SCALED)
+        sum2, sum3 = last_quarters(sum2, sum3, even, odd, ring, after, right, block, SCALED)
+        turn += 2
+    if num_blocks % 2 == 1:
+        index, block = turn % STAGES, k_begin + num_blocks - 1
+        mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+        even = multiply_quarter(ring, index, zero, never, 0)
+        odd = multiply_quarter(ring, index, zero, never, 1)
+        sum0, even = next_quarter(sum0, even, ring, index, never, left, block, 2, SCALED)
+        sum1, odd = next_quarter(sum1, odd, ring, index, never, left, block, 3, SCALED)
+        sum2, sum3 = last_quarters(sum2, sum3, even, odd, ring, index, right, block, SCALED)
+        turn += 1
+    return (sum0, sum1, sum2, sum3), turn
+
+
 class RowScales(NamedTuple):
     """Scales of FP8 operands by rows of x and columns of the result, of all rows and columns."""
 
@@ -368,6 +466,18 @@ def give_part(
         + part_offsets(tile, 0, TILE_N),
         tile,
     )
+    block_barrier()
+    gl.atomic_add(counters + (base + number - share.whole), 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def give_pieces(
+    pieces, partials, counters, base, share, number, TILE_M: gl.constexpr, TILE_N: gl.constexpr
+):
+    """:func:`give_part` of a tile in pieces of 64 columns."""
+    at = partials + (base + share.program).to(gl.int64) * (TILE_M * TILE_N)
+    for i in gl.static_range(TILE_N // 64):
+        gl.store(at + part_offsets(pieces[i], i * 64, TILE_N), pieces[i])
     block_barrier()
     gl.atomic_add(counters + (base + number - share.whole), 1, sem="release", scope="gpu")
 

@@ -98,6 +98,7 @@ def launcher(
         "slot1_desc": unused,
         "mirror_desc": unused,
         "residual_desc": unused,
+        "scales": None,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, x_step, w_step, out_pitch, out_step, out_size),
         "part_rows": rows,

@@ -13,10 +13,16 @@ hold here. What differs:
   as those of operands are, and after the last peer's signal only that peer's part is left to add.
   Ranks meet in *store*.
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
+- FP8 operands (``SCALED``): the same ring, of tiles with twice the elements along K; what peers
+  sent comes through it as 16-bit numbers all the same (``piece_buffer``). Scales of rows multiply a
+  partial sum in the epilogue, after helpers' parts and before it is rounded or added to others.
+  Those of blocks are applied after each 128 of K, and so are sums in fp32 (``multiply_promoted``,
+  ``multiply_in_quarters``) unless tensor cores may keep them.
 - ``EXCHANGE`` and ``WHOLE``: see :class:`Choices`.
 
-Limits: 2 bytes per element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16
-bytes; ``"copy_engine"``: ``tile_k`` 64, as many as a piece has columns.
+Limits: 2 bytes per element, or 1 of FP8 with w along K; rows of x and w (or columns of w,
+``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``: ``tile_k`` 64, as many as a piece has
+columns, or 128 of FP8.
 """
 
 from __future__ import annotations
@@ -35,9 +41,12 @@ from tileweave.device.gluon.matmul import (
     await_parts,
     claim,
     give_part,
+    give_pieces,
     load_slot,
     load_weight,
     make_ring,
+    multiply_in_quarters,
+    multiply_promoted,
     multiply_tile,
     part_range,
     place_out,
@@ -52,14 +61,21 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     MAX_SLICES,
     PIECE,
     Boxes,
+    Scales,
+    Sizes,
     Spot,
     add_arrived,
+    block_scales,
     finish_part,
     finish_piece,
+    load_scales,
+    piece_buffer,
     pieces_of,
     store_partition,
     tile_place,
 )
+from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
+from tileweave.kernels.reduce_scatter.triton import Scaling
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -87,25 +103,6 @@ class Tensors(NamedTuple):
     partials: Any
 
 
-class Sizes(NamedTuple):
-    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
-
-    place_size : elements of a slot for one peer.
-
-    cols : of ``out``, or of a part.
-
-    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
-    """
-
-    place_size: Any
-    cols: Any
-    x_step: Any = 0
-    w_step: Any = 0
-    out_pitch: Any = 0
-    out_step: Any = 0
-    out_size: Any = 0
-
-
 class Choices(NamedTuple):
     """Decided when the kernel is compiled.
 
@@ -129,6 +126,10 @@ class Choices(NamedTuple):
     MIRROR : TMA stores own tiles a second time, where peers read them. Only with ``WHOLE``.
 
     HAS_RESIDUAL : a residual of the own rows is added, as what a peer sends. Not with ``PUSH``.
+
+    ITEMSIZE : bytes of an element of x and w.
+
+    SCALED, X_STEP, W_STEP, PROMOTE : as in ``triton.py``.
     """
 
     WORLD_SIZE: int
@@ -147,6 +148,11 @@ class Choices(NamedTuple):
     HAS_BIAS: bool = False
     MIRROR: bool = False
     HAS_RESIDUAL: bool = False
+    ITEMSIZE: int = 2
+    SCALED: int = 0
+    X_STEP: int = 1
+    W_STEP: int = 1
+    PROMOTE: bool = False
 
 
 @gluon.jit
@@ -157,7 +163,7 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
     TILE_N: gl.constexpr = C.TILE_N
     TILE_K: gl.constexpr = C.TILE_K
     STAGES: gl.constexpr = C.STAGES
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * C.ITEMSIZE
     program = gl.program_id(0)
     rank, rows = tiles.rank, tiles.rows
     epoch = load_epoch(peers)
@@ -191,7 +197,7 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
                             operands.residual,
                             [row, piece_col],
                             ring.ready.index(at),
-                            ring.a.index(at),
+                            piece_buffer(ring, at, operands.residual.dtype, C),
                         )
                         turn += 1
                 for step in gl.static_range(1, WORLD_SIZE):  # in order of arrival
@@ -222,7 +228,7 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
                             place * tiles.tile_rows * TILE_M + row,
                             col * TILE_N + piece * PIECE,
                             ring.ready.index(at),
-                            ring.a.index(at),
+                            piece_buffer(ring, at, operands.slot0.dtype, C),
                         )
                         turn += 1
                 arrived = arrived | (1 << chunk)
@@ -232,6 +238,7 @@ def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C:
 @gluon.jit
 def multiply_partition(
     tensors,
+    scales,
     peers,
     ring,
     boxes,
@@ -259,33 +266,76 @@ def multiply_partition(
     for index in range(0, share.units):
         tile, k_begin, k_end = unit_range(share, index)
         first_row, row_limit, tile_col = place_out(tiles, tile)
-        acc, turn, fault = multiply_tile(
-            turn,
-            k_end - k_begin,
-            ring,
-            peers.control,
-            TILE_M,
-            TILE_N,
-            C.STAGES,
-            C.WARPS,
-            DEPTH_FIRST=C.DEPTH_FIRST,
-        )
+        of_rows = first_row
+        if C.SCALED == 1:
+            of_rows, of_cols = load_scales(
+                scales, first_row, row_limit, tile_col * TILE_N, sizes.cols, C
+            )
+        IN_QUARTERS: gl.constexpr = C.PROMOTE and TILE_N == 256
+        if IN_QUARTERS:
+            quarters, turn = multiply_in_quarters(
+                turn,
+                k_begin,
+                k_end - k_begin,
+                ring,
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N + 128, C),
+                TILE_M,
+                C.STAGES,
+                C.WARPS,
+                C.SCALED == 2,
+            )
+        elif C.PROMOTE:
+            acc, turn = multiply_promoted(
+                turn,
+                k_begin,
+                k_end - k_begin,
+                ring,
+                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
+                TILE_M,
+                TILE_N,
+                C.STAGES,
+                C.WARPS,
+                C.SCALED == 2,
+            )
+        else:
+            acc, turn, fault = multiply_tile(
+                turn,
+                k_end - k_begin,
+                ring,
+                peers.control,
+                TILE_M,
+                TILE_N,
+                C.STAGES,
+                C.WARPS,
+                DEPTH_FIRST=C.DEPTH_FIRST,
+            )
         owner, helpers = part_range(share, tile)
         if program != owner:
-            give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
+            if IN_QUARTERS:
+                give_pieces(quarters, partials, counters, 0, share, tile, TILE_M, TILE_N)
+            else:
+                give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
                 await_parts(counters, 0, share, tile, helpers)
             home = first_row // tiles.rows
             at = tile_place(first_row, home, tiles, tile_col, TILE_N, C.SPANS)
-            spot = Spot(tile, at, first_row, row_limit, tile_col * TILE_N, home)
-            pieces = pieces_of(acc, TILE_N)
+            spot = Spot(tile, at, first_row, row_limit, tile_col * TILE_N, home, of_rows)
+            if C.SCALED == 1:
+                scales.cols.store(of_cols)
+            if IN_QUARTERS:
+                pieces = quarters
+            else:
+                pieces = pieces_of(acc, TILE_N)
             parts = helpers
             if not C.PUSH and not C.EXCHANGE:
                 ADDED: gl.constexpr = WORLD_SIZE if C.HAS_RESIDUAL else WORLD_SIZE - 1
                 num_peers = (home == tiles.rank).to(gl.int32) * ADDED
                 helped = Helped(partials, program, helpers, share.team)
-                pieces, turn = add_arrived(pieces, turn, num_peers, ring, helped, C)
+                pieces, turn = add_arrived(
+                    pieces, turn, num_peers, ring, helped, spot, tensors.out, scales, C
+                )
                 parts = helpers * 0  # they were added; a number, as ``helpers`` is
             rest = Helped(partials, program, parts, share.team)
             for i in gl.static_range(TILE_N // PIECE):
@@ -314,6 +364,7 @@ def multiply_partition(
                         spot,
                         rest,
                         tensors,
+                        scales,
                         boxes,
                         peers,
                         slot_offset,
@@ -351,6 +402,7 @@ def matmul_reduce_scatter_hopper_kernel(
     mirror_desc,
     residual_desc,
     tensors,
+    scales,
     peers,
     rank,
     slot,
@@ -370,15 +422,17 @@ def matmul_reduce_scatter_hopper_kernel(
     to peers.
 
     ``part_rows``, ``num_chunks``: of an exchange, rows that a part really has, and chunks of it.
-    Others: as in Triton.
+    ``scales``: those of x and w, if they are FP8; else None. Others: as in Triton.
     """
     WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     TILE_M: gl.constexpr = C.TILE_M
     ring = make_ring(x_desc, w_desc, TILE_M, C.TILE_K, C.STAGES)
     NUM_BOXES: gl.constexpr = 1 if C.PUSH else BOXES
     BOX_ROWS: gl.constexpr = 8 if C.PUSH else TILE_M  # a push needs none
-    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX_ROWS, PIECE], x_desc.dtype)
-    pieces = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [BOX_ROWS, PIECE], out_desc.dtype
+    )
+    pieces = gl.allocate_shared_memory(out_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     boxes = Boxes(pieces, free, full)
@@ -388,6 +442,10 @@ def matmul_reduce_scatter_hopper_kernel(
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
+    if C.SCALED == 1:
+        of_cols: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        cols = gl.allocate_shared_memory(gl.float32, [C.TILE_N], of_cols)
+        scales = Scales(scales.x, scales.w, cols)
     num_partitions = gl.num_programs(0) * 3
     operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc, residual_desc)
     tiles = OwnerTiles(
@@ -410,6 +468,7 @@ def matmul_reduce_scatter_hopper_kernel(
                 multiply_partition,
                 (
                     tensors,
+                    scales,
                     peers,
                     ring,
                     boxes,
@@ -447,6 +506,7 @@ def matmul_reduce_scatter_hopper_kernel(
 
 # What changes between the launches of one shape: words, and the bases of descriptors.
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
+SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in ("x", "w")), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
 
 
@@ -493,29 +553,33 @@ def launcher(
     whole: bool,
     mirrored: bool = False,
     residual_added: bool = False,
+    scaling: Scaling | None = None,
 ) -> Launcher:
     """Launches for one shape, called as those of ``triton.launcher``, for what
     ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``,
     ``residual_added``: whether there is a mirror, or a residual; only with ``whole`` and copy
-    engines."""
+    engines. ``scaling``: of FP8 operands."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
-    choices = choices_of(s, c, strides_w)._replace(WHOLE=whole)
-    base, slot_bytes = peers.slots.data_ptr(), peers.slot_size * dtype.itemsize
+    choices = choices_of(s, c, strides_w)._replace(WHOLE=whole, ITEMSIZE=dtype.itemsize)
+    made = dtype  # of the result, and of partial sums as they are sent
+    if scaling is not None:
+        choices, made = choices._replace(**scaling.choices(c)), scaling.out_dtype
+    base, slot_bytes = peers.slots.data_ptr(), peers.slot_size * made.itemsize
     box = [c.tile_m, PIECE.value]
     shape = [(s.world_size - 1) * s.tile_rows * c.tile_m, s.cols]
-    unused = descriptor(base, dtype, [64, 64], 64, box)
+    unused = descriptor(base, made, [64, 64], 64, box)
     x_desc = descriptor(
         base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]
     )
     w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
     slot0_desc = slot1_desc = out_desc = staging_desc = unused
     if not push:
-        slot0_desc = staging_desc = descriptor(base, dtype, shape, s.pitch, box)
-        slot1_desc = descriptor(base + slot_bytes, dtype, shape, s.pitch, box)
+        slot0_desc = staging_desc = descriptor(base, made, shape, s.pitch, box)
+        slot1_desc = descriptor(base + slot_bytes, made, shape, s.pitch, box)
         if whole:
-            out_desc = descriptor(base, dtype, [s.rows, s.cols], s.cols, box)
+            out_desc = descriptor(base, made, [s.rows, s.cols], s.cols, box)
     further = ("mirror_desc",) * mirrored + ("residual_desc",) * residual_added
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
@@ -530,6 +594,7 @@ def launcher(
         slot: int,
         mirror: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        scales: Sequence[torch.Tensor] = (),
     ) -> Call:
         partials = out
         if part_elements:
@@ -547,14 +612,16 @@ def launcher(
             return {
                 **dict(zip(maps, based(descriptors, bases), strict=True)),
                 "tensors": Tensors(added, out, partials),
+                "scales": GivenScales(*scales) if scales else None,
                 "slot": slot,
                 "C": choices._replace(
                     HAS_BIAS=bias is not None, MIRROR=mirrored, HAS_RESIDUAL=residual_added
                 ),
             }
 
-        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
-        return Call(variant, (bias_at, to, partials.data_ptr(), slot), changing, bases)
+        ends = [scale.data_ptr() for scale in scales]
+        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None, *(at % 16 == 0 for at in ends))
+        return Call(variant, (bias_at, to, partials.data_ptr(), *ends, slot), changing, bases)
 
     fixed = {
         "slot0_desc": slot0_desc,
@@ -573,7 +640,7 @@ def launcher(
         s.num_programs,
         fixed,
         pack,
-        WORDS,
+        WORDS if scaling is None else SCALED_WORDS,
         maps,
         num_warps=c.num_warps,
         maxnreg=168,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tileweave.device.gluon.matmul import (
+    BlockScales,
     add_parts,
     finish,
     part_offsets,
@@ -38,6 +39,27 @@ from tileweave.device.triton.signal import MAX_SLICES
 # Columns that the epilogue handles at once: one swizzled row of shared memory.
 PIECE = gl.constexpr(64)
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
+# Triton 3.6 has another name for it.
+REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
+
+    place_size : elements of a slot for one peer.
+
+    cols : of ``out``, or of a part.
+
+    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
+    """
+
+    place_size: Any
+    cols: Any
+    x_step: Any = 0
+    w_step: Any = 0
+    out_pitch: Any = 0
+    out_step: Any = 0
+    out_size: Any = 0
 
 
 class Boxes(NamedTuple):
@@ -64,6 +86,8 @@ class Spot(NamedTuple):
     col : its first column.
 
     home : the rank that owns the first row.
+
+    of_rows : scales of its rows (``SCALED`` 1); else anything.
     """
 
     tile: Any
@@ -72,6 +96,16 @@ class Spot(NamedTuple):
     row_limit: Any
     col: Any
     home: Any
+    of_rows: Any
+
+
+class Scales(NamedTuple):
+    """Scales of FP8 operands. ``cols``: with ``SCALED`` 1, shared memory for those of the columns
+    of a tile [TILE_N]."""
+
+    x: Any
+    w: Any
+    cols: Any
 
 
 @gluon.jit
@@ -177,22 +211,72 @@ def store_partition(
 
 
 @gluon.jit
-def add_piece(piece, turn, ring, STAGES: gl.constexpr):
+def piece_buffer(ring, index, dtype: gl.constexpr, C: gl.constexpr):
+    """Buffer ``index`` of the ring as what a peer sent: a piece of 16-bit numbers. 128 FP8 of K
+    have the bytes of its 64 columns."""
+    buffer = ring.a.index(index)
+    if C.ITEMSIZE == 2:
+        return buffer
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TILE_M, PIECE], dtype)
+        if REINTERPRET:
+            return buffer.reinterpret(dtype, [C.TILE_M, PIECE], layout)
+        else:
+            return buffer._reinterpret(dtype, [C.TILE_M, PIECE], layout)
+
+
+@gluon.jit
+def block_scales(scales, tiles, first_row, row_limit, col, C: gl.constexpr):
+    """Where the scales of a tile of FP8 blocks are: those of x are [K/128, M]."""
+    of_cols = scales.w + (col // 128) * tiles.k_blocks
+    return BlockScales(scales.x, first_row, row_limit, tiles.rows * C.WORLD_SIZE, of_cols)
+
+
+@gluon.jit
+def load_scales(scales, first_row, row_limit, col, cols, C: gl.constexpr):
+    """Scales of a tile's rows, as its pieces need them, and of its columns, a few per thread.
+
+    They are asked for before the tile is multiplied. Each thread needs all columns, for which it
+    has no registers: shared memory has them in between.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, PIECE, 16]
+    )
+    r = first_row + gl.arange(0, C.TILE_M, layout=gl.SliceLayout(1, layout))
+    c = col + gl.arange(0, C.TILE_N, layout=gl.BlockedLayout([1], [32], [C.WARPS], [0]))
+    of_rows = gl.load(scales.x + r * C.X_STEP, mask=r < row_limit, other=0.0)
+    return of_rows, gl.load(scales.w + c * C.W_STEP, mask=c < cols, other=0.0)
+
+
+@gluon.jit
+def scale_piece(piece, first_col: gl.constexpr, spot, scales, C: gl.constexpr):
+    """A piece of FP8 products, whose first column in its tile this is, times scales of rows."""
+    if C.SCALED == 1:
+        columns: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
+        of_cols = scales.cols.slice(first_col, PIECE).load(columns)
+        return piece * spot.of_rows[:, None] * of_cols[None, :]
+    else:
+        return piece
+
+
+@gluon.jit
+def add_piece(piece, turn, ring, dtype: gl.constexpr, C: gl.constexpr):
     """``piece`` plus what a peer sent for it, from the next buffer of the ring.
 
     Returns (piece, ring turn).
     """
+    STAGES: gl.constexpr = C.STAGES
     index = turn % STAGES
     mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
-    piece += ring.a.index(index).load(piece.type.layout).to(gl.float32)
+    piece += piece_buffer(ring, index, dtype, C).load(piece.type.layout).to(gl.float32)
     mbarrier.arrive(ring.empty.index(index), count=1)
     return piece, turn + 1
 
 
 @gluon.jit
-def add_arrived(pieces, turn, num_peers, ring, helped, C: gl.constexpr):
-    """A tile's pieces, plus what helpers made of it, plus what ``num_peers`` peers sent, all of one
-    peer and then of the next.
+def add_arrived(pieces, turn, num_peers, ring, helped, spot, out, scales, C: gl.constexpr):
+    """A tile's pieces, plus what helpers made of it, times scales if they have some, plus what
+    ``num_peers`` peers sent, all of one peer and then of the next.
 
     Returns (pieces, ring turn).
     """
@@ -205,12 +289,13 @@ def add_arrived(pieces, turn, num_peers, ring, helped, C: gl.constexpr):
     summed = ()
     for i in gl.static_range(TILE_N // PIECE):
         piece = gl.convert_layout(pieces[i], layout)
-        summed = summed + (add_parts(piece, i * PIECE, helped, TILE_M, TILE_N),)
+        piece = add_parts(piece, i * PIECE, helped, TILE_M, TILE_N)
+        summed = summed + (scale_piece(piece, i * PIECE, spot, scales, C),)
     for _ in range(0, num_peers):
         before = summed
         summed = ()
         for i in gl.static_range(TILE_N // PIECE):
-            piece, turn = add_piece(before[i], turn, ring, C.STAGES)
+            piece, turn = add_piece(before[i], turn, ring, out.dtype.element_ty, C)
             summed = summed + (piece,)
     return summed, turn
 
@@ -233,6 +318,7 @@ def finish_piece(
     spot,
     helped,
     tensors,
+    scales,
     boxes,
     peers,
     slot_offset,
@@ -258,6 +344,7 @@ def finish_piece(
     piece = gl.convert_layout(piece, layout)
     piece = add_parts(piece, first_col, helped, TILE_M, TILE_N)
     if C.PUSH:
+        piece = scale_piece(piece, first_col, spot, scales, C)
         row = spot.first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
         if C.SPANS or spot.home != tiles.rank:
             push_piece(

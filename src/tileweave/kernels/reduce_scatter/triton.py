@@ -53,8 +53,11 @@ tile).
 
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``.
 
-Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32
-accumulation; partial sums travel in the dtype of x.
+FP8 operands (``SCALED``): a partial sum is multiplied by this rank's scales before it is rounded.
+Those of x are [M], or [K/128, M] of blocks, those of w [N], or [N/128, K/128].
+
+Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it; not FP8) along N;
+fp32 accumulation; partial sums travel in the dtype of the result.
 
 Sources: FLUX (arXiv 2406.06858), fused GEMM + reduce-scatter by tiles; stream-K (arXiv 2301.03598).
 """
@@ -69,7 +72,14 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton import signal
-from tileweave.device.triton.matmul import give_part, matmul_tile, part_offsets, take_parts
+from tileweave.device.triton.matmul import (
+    BlockScales,
+    give_part,
+    matmul_blocks,
+    matmul_tile,
+    part_offsets,
+    take_parts,
+)
 from tileweave.device.triton.peers import (
     await_pushed,
     faulted,
@@ -86,6 +96,39 @@ from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
+
+
+class Scaling(NamedTuple):
+    """How calls with FP8 operands are scaled, and the dtype of their result.
+
+    blocks : scales are of blocks, else of rows of x and columns of the result.
+
+    x_one, w_one : of a tensor: all rows, or columns, have one.
+
+    keeps_sums : tensor cores may keep the sums, as in ``fast_accum``.
+    """
+
+    blocks: bool
+    x_one: bool
+    w_one: bool
+    keeps_sums: bool
+    out_dtype: torch.dtype
+
+    def choices(self, config: MatmulConfig) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {
+            "SCALED": 2 if self.blocks else 1,
+            "X_STEP": int(not self.x_one),
+            "W_STEP": int(not self.w_one),
+            "PROMOTE": config.tile_n <= 128 or not self.keeps_sums,
+        }
+
+
+class Scales(NamedTuple):
+    """Scales of FP8 operands."""
+
+    x: Any
+    w: Any
 
 
 class Tensors(NamedTuple):
@@ -143,6 +186,12 @@ class Choices(NamedTuple):
     MIRROR : the result is stored a second time, where peers read it.
 
     HAS_RESIDUAL : a residual of the own rows is added.
+
+    SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
+
+    X_STEP, W_STEP : with scales of rows, elements from one to the next: 0 where a tensor has one.
+
+    PROMOTE : products of FP8 are added to fp32 sums after each K block.
     """
 
     WORLD_SIZE: int
@@ -158,6 +207,10 @@ class Choices(NamedTuple):
     HAS_BIAS: bool = False
     MIRROR: bool = False
     HAS_RESIDUAL: bool = False
+    SCALED: int = 0
+    X_STEP: int = 1
+    W_STEP: int = 1
+    PROMOTE: bool = False
 
 
 @triton.jit
@@ -257,6 +310,7 @@ UNSPECIALIZED = [
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
     tensors,
+    scales,
     peers,
     rank,
     slot,
@@ -272,7 +326,8 @@ def matmul_reduce_scatter_kernel(
     """Compute, push, add; see the module's docstring for the protocol.
 
     ``slot``: the one that copy engines write; a push takes it from the epoch. ``chunk_rows``: tile
-    rows of a chunk. ``num_tiles`` to ``k_blocks``: of ``ScatterSchedule``.
+    rows of a chunk. ``num_tiles`` to ``k_blocks``: of ``ScatterSchedule``. ``scales``: a ``Scales``
+    of FP8 operands, else None.
     """
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     TILE_M: tl.constexpr = C.TILE_M
@@ -306,28 +361,51 @@ def matmul_reduce_scatter_kernel(
         first_row, row_limit, tile_col = place_out(tiles, tile)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
-        a_rows = x + tl.minimum(row, row_limit - 1).to(tl.int64) * sizes.stride_x
-        acc = matmul_tile(
-            a_rows,
-            w,
-            sizes.stride_w,
-            tile_col,
-            cols,
-            sizes.depth,
-            k_begin,
-            k_end,
-            TILE_M,
-            TILE_N,
-            C.TILE_K,
-            C.EVEN_K,
-            DEPTH_FIRST=C.DEPTH_FIRST,
-        )
+        read = tl.minimum(row, row_limit - 1)
+        a_rows = x + read.to(tl.int64) * sizes.stride_x
+        if C.SCALED == 2:
+            of_cols = scales.w + (tile_col * TILE_N // 128) * k_blocks
+            acc = matmul_blocks(
+                a_rows,
+                w,
+                sizes.stride_w,
+                BlockScales(scales.x + read, rows * WORLD_SIZE, of_cols),
+                tile_col,
+                cols,
+                sizes.depth,
+                k_begin,
+                k_end,
+                TILE_M,
+                TILE_N,
+                C.TILE_K,
+            )
+        else:
+            acc = matmul_tile(
+                a_rows,
+                w,
+                sizes.stride_w,
+                tile_col,
+                cols,
+                sizes.depth,
+                k_begin,
+                k_end,
+                TILE_M,
+                TILE_N,
+                C.TILE_K,
+                C.EVEN_K,
+                DEPTH_FIRST=C.DEPTH_FIRST,
+                PROMOTE=C.PROMOTE,
+            )
         owner, helpers = part_range(share, tile)
         if program != owner:
             give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
                 acc = take_parts(acc, partials, counters, 0, share, tile, helpers, TILE_M, TILE_N)
+            if C.SCALED == 1:
+                of_rows = tl.load(scales.x + row * C.X_STEP, mask=row < row_limit, other=0.0)
+                of_cols = tl.load(scales.w + col * C.W_STEP, mask=col < cols, other=0.0)
+                acc = acc * of_rows[:, None] * of_cols[None, :]
             home = first_row // rows
             within = row - rank * rows
             own = (within >= 0) & (within < rows) & (row < row_limit)
@@ -383,6 +461,7 @@ def matmul_reduce_scatter_kernel(
 
 # What changes between the launches of one shape.
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
+SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in Scales._fields), "slot")
 
 
 def launcher(
@@ -391,11 +470,13 @@ def launcher(
     config: MatmulConfig,
     stride_x: int,
     strides_w: Sequence[int],
+    scaling: Scaling | None = None,
 ) -> Launcher:
     """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
-    or None, residual or None); the caller checks them. ``slot``: which one a copy-engine call uses;
-    a push reads it from the epoch. ``mirror``: memory of the size of ``out`` that gets the result,
-    too. ``residual``: of that size, added to the result.
+    or None, residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``:
+    which one a copy-engine call uses; a push reads it from the epoch. ``mirror``: memory of the
+    size of ``out`` that gets the result, too. ``residual``: of that size, added to the result.
+    ``scaling``: of FP8 operands.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -411,6 +492,8 @@ def launcher(
         EVEN_K=s.depth % c.tile_k == 0,
         DEPTH_FIRST=depth_first,
     )
+    if scaling is not None:
+        choices = choices._replace(**scaling.choices(c))
     part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
 
     def pack(
@@ -422,13 +505,14 @@ def launcher(
         slot: int,
         mirror: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        scales: Sequence[torch.Tensor] = (),
     ) -> Call:
         partials = out
         if part_elements:
             partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
         given = (x, w, bias, out, staging, partials, mirror, residual)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
-        words = [tensor.data_ptr() for tensor in tensors]
+        words = [tensor.data_ptr() for tensor in (*tensors, *scales)]
 
         def changing() -> dict[str, Any]:
             chosen = choices._replace(
@@ -436,7 +520,8 @@ def launcher(
                 MIRROR=mirror is not None,
                 HAS_RESIDUAL=residual is not None,
             )
-            return {"tensors": tensors, "slot": slot, "C": chosen}
+            given = Scales(*scales) if scales else None
+            return {"tensors": tensors, "scales": given, "slot": slot, "C": chosen}
 
         absent = bias is None, mirror is None, residual is None
         return Call((*absent, *(at % 16 == 0 for at in words)), (*words, slot), changing)
@@ -457,7 +542,7 @@ def launcher(
         s.num_programs,
         fixed,
         pack,
-        WORDS,
+        WORDS if scaling is None else SCALED_WORDS,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
     )

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from tileweave.ops.core.registry import group_of, machine_of
 from tileweave.ops.core.tuned_choices import may_fuse
 from tileweave.planning.machine import Machine
+from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.planning.topology import Topology
 from tileweave.transport.nodes import agree_on_topology, known_topology
+
+_MOST_RANKS = 64  # of groups that look for nodes
 
 
 def topology_of(group: dist.ProcessGroup, device: torch.device) -> Topology:
@@ -21,7 +24,9 @@ def topology_of(group: dist.ProcessGroup, device: torch.device) -> Topology:
     Raises :class:`PeerTimeout` if a rank does not come in time.
     """
     size = dist.get_world_size(group)
-    return agree_on_topology(group) if may_fuse(device, size) else Topology.one_node(size)
+    most = FUSED_WORLD_SIZES[-1]  # of a node; larger groups may be on several
+    meets = size <= _MOST_RANKS and may_fuse(device, min(size, most))
+    return agree_on_topology(group) if meets else Topology.one_node(size)
 
 
 def known_topology_of(group_name: str, size: int = 1) -> Topology:

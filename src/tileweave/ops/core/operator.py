@@ -71,7 +71,8 @@ class Operator:
     def _around_torch(self, values: tuple[Any, ...]) -> Callable[..., Any] | None:
         """What torch's dispatcher would call; None where it would do more than that."""
         on_gpu, records = None, False
-        for value in values:
+        lists = list in map(type, values)
+        for value in _with_elements(values) if lists else values:
             kind = type(value)
             if kind in _TENSORS:
                 here = value.is_cuda
@@ -93,9 +94,15 @@ class Operator:
         ):
             return None
         if records and torch.is_grad_enabled():
-            # excluded below autograd: there nothing is recorded
-            return None if _excluded(_AUTOGRAD) else self._recorded
+            # excluded below autograd: there nothing is recorded; autograd.Function does not look
+            # into lists
+            return None if lists or _excluded(_AUTOGRAD) else self._recorded
         return self._implementation.get(on_gpu)
+
+
+def _with_elements(values: tuple[Any, ...]) -> list[Any]:
+    """These values; of lists the elements."""
+    return [each for value in values for each in (value if type(value) is list else (value,))]
 
 
 @cache

@@ -39,6 +39,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     contiguous,
@@ -71,6 +72,7 @@ from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, 
 from tileweave.planning.topology import Topology
 
 _ID_DTYPES = (torch.int32, torch.int64)
+_OPERATOR, _INTO_OUT, _ROUTE = operator(OP), operator(f"{OP}.out"), operator("route_tokens")
 
 
 def dispatch_grouped_matmul(
@@ -160,10 +162,10 @@ def dispatch_grouped_matmul(
         plan = make_plan(topk_ids, experts.shape[0], most, name)
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
-        torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
+        _INTO_OUT(x, experts, *numbers, out=out)
         return out, plan
     keep = torch.is_grad_enabled() and experts.requires_grad
-    y, _ = torch.ops.tileweave.dispatch_grouped_matmul(x, experts, *numbers, keep)
+    y, _ = _OPERATOR(x, experts, *numbers, keep)
     return y, plan
 
 
@@ -223,7 +225,7 @@ def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) 
     """The plan of ids [T, k], by the operator ``route_tokens``. ``experts``: how many each rank
     has."""
     rank, size = rank_and_size(name)
-    table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
+    table = _ROUTE(topk_ids, experts, max_tokens, name)
     return RoutingPlan(
         table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name
     )

@@ -34,6 +34,7 @@ from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     agree,
@@ -53,6 +54,8 @@ from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.topology import Topology
 from tileweave.transport.workspace import REGISTRY
+
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 def grouped_matmul_combine(
@@ -119,9 +122,9 @@ def grouped_matmul_combine(
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
     if out is not None:
-        torch.ops.tileweave.grouped_matmul_combine.out(y, experts, *sizes, name, out=out)
+        _INTO_OUT(y, experts, *sizes, name, out=out)
         return out
-    return torch.ops.tileweave.grouped_matmul_combine(y, experts, *sizes, name)
+    return _OPERATOR(y, experts, *sizes, name)
 
 
 def _check_call(

@@ -8,9 +8,12 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, interpreting
 from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows
 from tileweave.ops.matmul.inputs import DTYPES
+
+_SWIGLU = operator("swiglu")
 
 
 def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -46,7 +49,7 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         "[bound, 2 I] on the device of the plan",
         "pass what dispatch_grouped_matmul returned, both of one call",
     )
-    return torch.ops.tileweave.swiglu(y, plan.table, plan.local_experts)
+    return _SWIGLU(y, plan.table, plan.local_experts)
 
 
 def _runs_compiled(y: torch.Tensor) -> bool:

@@ -65,6 +65,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
+_OF_LISTS = operator(f"{OP}_list")
 _ALLOWED = "[R * m, ..., n]"  # of out
 
 
@@ -205,9 +206,7 @@ def all_gather_matmul(
         return fp8.all_gather(call, bias, x, name, out)
     if cols is not None or main_grad is not None or isinstance(w, (list, tuple)):
         o = check_own(OP, name, as_operands, x, w, bias, main_grad, cols, out)
-        y, gathered = torch.ops.tileweave.all_gather_matmul_list(
-            o.rows, o.w, o.bias, o.main_grad, name, return_gathered, o.cols
-        )
+        y, gathered = _OF_LISTS(o.rows, o.w, o.bias, o.main_grad, name, return_gathered, o.cols)
         y = [_unflatten(each, x, o.rows, name) for each in y]
         y = y[0] if isinstance(w, torch.Tensor) else y
         return (y, _unflatten(gathered, x, o.rows, name)) if return_gathered else y

@@ -59,6 +59,13 @@ def run_fused(
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
+    if config.multiplies_chunks:
+        from tileweave.ops.matmul import over_nodes
+
+        if out is None:
+            out = x.new_empty(chosen.world_size * x.shape[0], w.shape[0])
+        over_nodes.gather(x, w, bias, out, gathered, group_name, chosen)
+        return out
     library = config.kernel == "library"
     if library and how is not None:
         _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
@@ -108,13 +115,10 @@ def run_scaled(
     assert config is not None, "the unfused path has no config"
     if config.kernel == "library":
         return run_library(x, product, out, None, group_name, chosen)
+    from tileweave.ops.matmul.scaled import check_tile
+
+    check_tile(config, product, False)
     in_blocks = product.kind == "block"
-    require(
-        config.tile_n <= 128 or (product.fast_accum and not in_blocks),
-        f"FP8 operands in tiles of {config.tile_n} columns, with sums that tensor cores keep",
-        "such tiles with fast_accum=True and scales of tensors or rows",
-        "pass a config with tiles of 128 columns",
-    )
     data, w = x[0], product.w.data
     rows, cols = data.shape[0], w.shape[0]
     if out is None:
@@ -289,9 +293,9 @@ def _fused_call(
             schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
         )
         require(
-            scaled is None or (config.transport == "copy_engine" and config.tile_k == 128),
-            f"FP8 operands with transport {config.transport!r} and tiles of {config.tile_k} of K",
-            "copy engines, and tiles of 128",
+            scaled is None or config.transport == "copy_engine",
+            f"FP8 operands with transport {config.transport!r}",
+            "copy engines",
             "pass such a config, or one of cuBLAS",
         )
         data_bytes = -(-slot_rows * parts.depth * x.element_size() // 16) * 16

@@ -7,7 +7,7 @@ engines gather while the next chunk is multiplied.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,13 +17,17 @@ from tileweave.kernels.all_reduce.norm import norm_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import copy_slot, endpoint
 from tileweave.ops.matmul.inputs import Accepted
-from tileweave.ops.matmul.matmul_reduce_scatter_fused import run_fused as reduce_scatter
+from tileweave.ops.matmul.matmul_reduce_scatter_fused import run_fused, run_scaled
 from tileweave.ops.matmul.reduce_by_cublas import Added
+from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.chunks import chunks_of, fits_chunks
 from tileweave.planning.schedules.gather import push_order
 from tileweave.transport.interface import Copy
 from tileweave.transport.workspace import CALL, Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.cublas import Plain
 
 OP = "matmul_all_reduce"
 KIND = "copy_engine"
@@ -60,8 +64,8 @@ class _Call(NamedTuple):
 
 def reduce_in_chunks(
     workspace: Workspace,
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: tuple[torch.Tensor, ...],
+    product: Plain | ScaledProduct,
     added: Added,
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
@@ -69,19 +73,19 @@ def reduce_in_chunks(
     config: MatmulConfig,
     checksum: int = 0,
 ) -> None:
-    """The sum over ranks of x [M, k] @ w [N, k].T, plus bias, plus residual.
+    """The sum over ranks of ``product(x)``, plus bias, plus residual.
 
-    M : such that ``planning.schedules.chunks.fits_chunks``.
+    x : its parts, the first [M, k], such that ``planning.schedules.chunks.fits_chunks``.
 
     out : [M, N]. With ``added.norm_weight`` it gets the norm of the sum, and ``residual_out`` the
         sum.
     """
     transport, instance = workspace.transport, workspace.instance(OP, KIND)
     sums = out if residual_out is None else residual_out
-    key = (x.shape, w.shape[0], x.dtype, config)
+    key = (x[0].shape, product.cols, out.dtype, config)
     call = instance.cache.get(key)
     if call is None:
-        call = _make(workspace, instance, x, w.shape[0], config)
+        call = _make(workspace, instance, x[0].shape[0], product.cols, out.dtype, config)
         instance.keep(key, call)
     assert isinstance(call, _Call), "keys of calls have a shape, keys of endpoints only a dtype"
     capturing, joined = instance.begin(checksum), False
@@ -90,16 +94,15 @@ def reduce_in_chunks(
         if instance.captured:
             call.launches.all_reduced()
         for chunk in call.chunks:
-            reduce_scatter(
-                x.narrow(0, chunk.begin, chunk.end - chunk.begin),
-                w,
-                added.bias,
-                sums.narrow(0, chunk.own, chunk.rows),
-                group_name,
-                chunk.chosen,
-                chunk.mirrors[slot],
-                None if added.residual is None else added.residual.narrow(0, chunk.own, chunk.rows),
-            )
+            residual, own = added.residual, sums.narrow(0, chunk.own, chunk.rows)
+            if residual is not None:
+                residual = residual.narrow(0, chunk.own, chunk.rows)
+            rows = product.rows_of(x, chunk.begin, chunk.end - chunk.begin)
+            more = own, group_name, chunk.chosen, chunk.mirrors[slot], residual
+            if isinstance(product, ScaledProduct):
+                run_scaled(rows, product, added.bias, *more)
+            else:
+                run_fused(rows[0], product.w, added.bias, *more)
             call.launches.all_reduced()
             transport.push(chunk.pulls[slot], sums.data_ptr(), QUEUE)
         transport.join(QUEUE)
@@ -116,9 +119,14 @@ def reduce_in_chunks(
 
 
 def _make(
-    workspace: Workspace, instance: Instance, x: torch.Tensor, cols: int, config: MatmulConfig
+    workspace: Workspace,
+    instance: Instance,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    config: MatmulConfig,
 ) -> _Call:
-    transport, rows, itemsize = workspace.transport, x.shape[0], x.element_size()
+    transport, itemsize = workspace.transport, dtype.itemsize
     size, rank = transport.world_size, transport.rank
     require(
         fits_chunks(rows, size, config.tile_m),
@@ -131,7 +139,7 @@ def _make(
     instance.reserve(sum(end - begin for begin, end in bounds) // size * row_bytes)
     slots = [slot * instance.slot_bytes for slot in (0, 1)]
     launches = row_launches(
-        endpoint(instance, x.dtype), size, rank, rows * cols, transport.machine.num_sms
+        endpoint(instance, dtype), size, rank, rows * cols, transport.machine.num_sms
     )
     of_chunk = replace(config, row_chunks=1)
     chunks, at = [], 0  # where the own rows of a chunk are in a slot, which has those of all
@@ -139,7 +147,7 @@ def _make(
         mine = (end - begin) // size
         nbytes = mine * row_bytes
         mirrors = tuple(
-            instance.slots[slot + at : slot + at + nbytes].view(x.dtype).view(mine, cols)
+            instance.slots[slot + at : slot + at + nbytes].view(dtype).view(mine, cols)
             for slot in slots
         )
 

@@ -99,6 +99,8 @@ class GatherBackward:
             and self.grad_gathered is None
             and self.scatters_fused(grad, w)
             and not (gathers and too_large(self.x))
+            # over nodes a gather of x by NCCL is hidden by the matmul of the input gradient
+            and not (gathers and known_topology_of(self.group_name).nodes > 1)
         )
         empty = self.x.new_empty(0)
         if fused and grad is not None and w is not None:

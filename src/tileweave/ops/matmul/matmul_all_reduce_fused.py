@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tileweave.errors import require
 from tileweave.ops.core.registry import endpoint, workspace_of
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -14,8 +15,9 @@ from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
-    from tileweave.ops.matmul.cublas import Product
+    from tileweave.ops.matmul.cublas import Plain, Product
     from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
+    from tileweave.ops.matmul.scaled import ScaledProduct
 
 OP = "matmul_all_reduce"
 ONE_SHOT = "one_shot"  # an instance of its own: its slots have another layout
@@ -37,15 +39,19 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.transport == "copy_engine":
-        from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
+    if config.multiplies_chunks:
+        from tileweave.ops.matmul import over_nodes
         from tileweave.ops.matmul.reduce_by_cublas import Added
 
-        workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
         added = Added(bias, residual, norm_weight, norm_eps)
-        reduce_in_chunks(
-            workspace, x, w, added, out, residual_out, group_name, config, chosen.checksum
-        )
+        over_nodes.reduce(x, w, added, out, residual_out, group_name, chosen)
+        return
+    if config.transport == "copy_engine":
+        from tileweave.ops.matmul.cublas import Plain
+        from tileweave.ops.matmul.reduce_by_cublas import Added
+
+        added = Added(bias, residual, norm_weight, norm_eps)
+        _in_chunks((x,), Plain(w, None), added, out, residual_out, group_name, chosen, config)
         return
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
@@ -61,6 +67,49 @@ def run_fused(
         launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
     finally:
         instance.launched()
+
+
+def run_scaled(
+    x: tuple[torch.Tensor, ...],
+    product: ScaledProduct,
+    added: Added,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> None:
+    """:func:`run_fused` of FP8 operands: x, its data and scales as they travel, and what it is
+    multiplied by."""
+    config = chosen.config
+    assert config is not None, "run_scaled needs a fused plan"
+    if config.kernel == "library":
+        run_library(x, product, added, out, residual_out, group_name, chosen)
+        return
+    require(
+        config.transport == "copy_engine",
+        f"FP8 operands with transport {config.transport!r}",
+        "copy engines",
+        "pass such a config, or one of cuBLAS",
+    )
+    _in_chunks(x, product, added, out, residual_out, group_name, chosen, config)
+
+
+def _in_chunks(
+    x: tuple[torch.Tensor, ...],
+    product: Plain | ScaledProduct,
+    added: Added,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+    config: MatmulConfig,
+) -> None:
+    from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
+
+    device = out.device
+    workspace = REGISTRY.find(group_name, device) or workspace_of(group_name, device)
+    results = out, residual_out
+    reduce_in_chunks(workspace, x, product, added, *results, group_name, config, chosen.checksum)
 
 
 def run_library(

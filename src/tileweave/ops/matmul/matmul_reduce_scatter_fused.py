@@ -6,7 +6,7 @@ plan; tests, the tuner and the tracer call :func:`run_fused` themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,8 +27,10 @@ from tileweave.transport.protocol import MAX_SLICES
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
+    from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.ops.matmul.cublas import Product
     from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
+    from tileweave.ops.matmul.scaled import ScaledProduct
     from tileweave.ops.matmul.shards_by_cublas import ShardSums
 
 OP = "matmul_reduce_scatter"
@@ -50,31 +52,82 @@ def run_fused(
     """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
+    if config.multiplies_chunks:
+        from tileweave.ops.matmul import over_nodes
+
+        over_nodes.scatter(x, w, bias, out, group_name, chosen)
+        return
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
 
         run_library((x,), Plain(w, None), bias, out, group_name, chosen)
         return
+    _run(x, w, bias, out, group_name, chosen, config, mirror, residual, None, ())
+
+
+def run_scaled(
+    x: tuple[torch.Tensor, ...],
+    product: ScaledProduct,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+    mirror: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """:func:`run_fused` of FP8 operands: x, its data and scales as they travel, and what it is
+    multiplied by."""
+    config = chosen.config
+    assert config is not None, "the unfused path has no config"
+    if config.kernel == "library":
+        run_library(x, product, bias, out, group_name, chosen)
+        return
+    from tileweave.kernels.reduce_scatter.triton import Scaling
+    from tileweave.ops.matmul.scaled import check_tile
+
+    check_tile(config, product, True)
+    (data, scale), w = x, product.w
+    kind, keeps_sums = product.kind, product.fast_accum
+    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, out.dtype)
+    scales = scale.contiguous(), w.scale
+    _run(data, w.data, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
+
+
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+    config: MatmulConfig,
+    mirror: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scaling: Scaling | None,
+    scales: Sequence[torch.Tensor],
+) -> None:
+    """A call whose kernel is ours."""
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
-    key = (*aligned, mirror is None, None if residual is None else residual.data_ptr() & 15 == 0)
+    of_residual = None if residual is None else residual.data_ptr() & 15 == 0
+    key = (*aligned, mirror is None, of_residual, scaling)
     instance, (call, launch) = ready(
-        chosen, key, group_name, _make, x, w, out, config, mirror, residual
+        chosen, key, group_name, _make, x, w, out, config, mirror, residual, scaling
     )
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
         try:
-            launch(x, w, bias, out, None, 0)
+            launch(x, w, bias, out, None, 0, None, None, scales)
         finally:
             instance.launched()
         return
     slot = copy_slot(instance)
     if capturing:
-        staging = x.new_empty(call.staging_elements)
+        staging = out.new_empty(call.staging_elements)
     else:
         # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
         # next launch on this device comes after the copies.
-        staging = instance.scratch(call.staging_elements * x.element_size()).view(x.dtype)
-    kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual)
+        staging = instance.scratch(call.staging_elements * out.element_size()).view(out.dtype)
+    kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual, scales)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
@@ -126,8 +179,9 @@ def _make(
     config: MatmulConfig,
     mirror: torch.Tensor | None,
     residual: torch.Tensor | None,
+    scaling: Scaling | None,
 ) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-    call = _fused_call(workspace, x, w, config)
+    call = _fused_call(workspace, x, w, out.dtype, config, scaling)
     return call.instance, (call, call.launcher(x, w, out, mirror, residual))
 
 
@@ -142,6 +196,7 @@ class _FusedCall:
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     staging_elements: int  # of a call with copy engines: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
+    scaling: Scaling | None = None
 
     def launcher(
         self,
@@ -191,18 +246,26 @@ class _FusedCall:
                     whole,
                     mirror is not None,
                     residual is not None,
+                    self.scaling,
                 )
         from tileweave.kernels.reduce_scatter.triton import launcher
 
-        return launcher(self.endpoint, self.schedule, self.config, x.stride(0), w.stride())
+        strides = x.stride(0), w.stride()
+        return launcher(self.endpoint, self.schedule, self.config, *strides, self.scaling)
 
 
 def _fused_call(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dtype: torch.dtype,
+    config: MatmulConfig,
+    scaling: Scaling | None,
 ) -> _FusedCall:
+    """``dtype``: of the result, and of partial sums."""
     transport = workspace.transport
     instance = workspace.instance(OP, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, config)
+    key = (x.shape, w.shape[0], x.dtype, config, scaling)
     call = instance.cache.get(key)
     if call is None:
         size = transport.world_size
@@ -218,14 +281,14 @@ def _fused_call(
                 'transport "sm"',
             )
         instance.reserve(
-            schedule.slot_elements * x.element_size(), schedule.num_programs + 8 * MAX_SLICES
+            schedule.slot_elements * dtype.itemsize, schedule.num_programs + 8 * MAX_SLICES
         )
         copies = ()
         if config.transport == "copy_engine":
-            copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
+            copies = tuple(_copies(instance, schedule, dtype.itemsize, slot) for slot in (0, 1))
         staged = (size - 1) * schedule.place_elements
         call = _FusedCall(
-            instance, endpoint(instance, x.dtype), schedule, config, copies, staged, {}
+            instance, endpoint(instance, dtype), schedule, config, copies, staged, {}, scaling
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]

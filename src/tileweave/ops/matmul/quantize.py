@@ -103,7 +103,8 @@ def _launcher(rows: int, depth: int, in_blocks: bool, powers: bool, _device: int
 
 
 def _scale_of(greatest: torch.Tensor, powers: bool) -> torch.Tensor:
-    scale = greatest.clamp(min=LEAST) / GREATEST
+    # a tensor, since CUDA multiplies by the rounded inverse of a number
+    scale = greatest.clamp(min=LEAST) / torch.full_like(greatest, GREATEST)
     if not powers:
         return scale
     power = ((scale.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)

@@ -26,6 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from tileweave.errors import require
+from tileweave.planning.problem import MatmulConfig
 
 FP8 = torch.float8_e4m3fn
 GREATEST = 448.0  # of FP8
@@ -191,7 +192,30 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % ALIGN == 0 else t.clone(memory_format=torch.preserve_format)
 
 
+# Sizes and dtypes of calls with a number of rows for which cuBLAS has no kernel.
+_PADDED: set[tuple[object, ...]] = set()
+
+
 def _by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> torch.Tensor:
+    """The product; of rows padded to a multiple of 16 where cuBLAS has no kernel for their number
+    (seen of 5 rows: it refuses them before it queues anything)."""
+    (rows, depth), w = x.data.shape, product.w
+    key = (rows, depth, w.data.shape[0], x.kind, w.kind, product.dtype, product.fast_accum)
+    if key not in _PADDED:
+        try:
+            return _once_by_cublas(x, product, out)
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error) or rows % 16 == 0:
+                raise
+            _PADDED.add(key)
+    more = -rows % 16
+    data = pad(x.data.view(torch.uint8), (0, 0, 0, more)).view(FP8)
+    scale = x.scale if x.kind == "tensor" else pad(x.scale.t(), (0, more)).t()
+    y = _once_by_cublas(Scaled(data, scale, x.kind), product, None)[:rows]
+    return y if out is None else out.copy_(y)
+
+
+def _once_by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> torch.Tensor:
     rows, w, bias = x.data.shape[0], product.w, product.bias
     given = as_scaled_mm_reads(x, w)
     # cuBLAS adds no bias to a product of blocks
@@ -255,6 +279,25 @@ def as_scaled_mm_reads(x: Scaled, w: Scaled) -> tuple[torch.Tensor, ...]:
 
 
 # --- Checks ---
+
+
+def check_tile(config: MatmulConfig, product: ScaledProduct, quarters: bool) -> None:
+    """Raise :class:`InputError` where kernels of ours cannot run ``product`` with the tiles of
+    ``config``. ``quarters``: they can add wide tiles in fp32, 64 columns at a time."""
+    fits = product.kind != "block" and (product.fast_accum or quarters)
+    require(
+        config.tile_n <= 128 or fits,
+        f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
+        f"fast_accum={product.fast_accum}",
+        "such tiles with scales of tensors or rows, in all_gather_matmul with fast_accum=True",
+        "pass a config with tiles of 128 columns",
+    )
+    require(
+        config.tile_k == BLOCK,
+        f"FP8 operands in tiles of {config.tile_k} of K",
+        f"tiles of {BLOCK}",
+        "pass such a config, or one of cuBLAS",
+    )
 
 
 def check_scaled(

@@ -318,7 +318,7 @@ def scatter(
     if out is None:
         rows = x.shape[0] // made.chosen.world_size
         out = x.new_empty(rows, w.shape[0], dtype=made.product.dtype)
-    matmul_reduce_scatter_fused.run_library(
+    matmul_reduce_scatter_fused.run_scaled(
         made.parts, made.product, bias, out, group_name, made.chosen
     )
     return out
@@ -435,8 +435,8 @@ def reduce(
         )
         return data.view(FP8), _scale_of(scale, quantize_out), kept
     y = x.new_empty(rows, cols, dtype=dtype) if out is None else out
-    if config.kernel == "library":
-        matmul_all_reduce_fused.run_library(
+    if config.kernel == "library" or w_scale is not None:
+        matmul_all_reduce_fused.run_scaled(
             made.parts, made.product, added, y, kept, group_name, made.chosen
         )
     else:

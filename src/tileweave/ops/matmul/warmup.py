@@ -124,10 +124,15 @@ def warm_up(
     sizes = as_sizes(rows)
     descending = sorted({*sizes}, reverse=True)
     topology_of(group_of(name_of(group)), x.device)  # plans depend on it
-    _compile(x, [n for n in descending if plan(x[:n]).config is not None], call, name_of(group))
+    _compile(x, [n for n in descending if _has_kernel(plan(x[:n]))], call, name_of(group))
     for n in descending:
         call(x[:n], backward)
     return {n: plan(x[:n]) for n in sizes}
+
+
+def _has_kernel(plan: Plan) -> bool:
+    """Whether its call can be compiled by this rank alone."""
+    return plan.config is not None and not getattr(plan.config, "multiplies_chunks", False)
 
 
 def _compile(

@@ -1,9 +1,15 @@
-"""Chunks of rows of an all-reduce: one is gathered while the next one is multiplied. No torch, no
-triton."""
+"""Chunks of rows: one travels while the next one is multiplied. No torch, no triton."""
 
 from __future__ import annotations
 
 from tileweave.planning.schedules.gather import cdiv
+
+
+def equal_parts(rows: int, count: int) -> list[tuple[int, int]]:
+    """(begin, end) of at most ``count`` chunks of ``rows``, equal but for the last, which is the
+    smaller one."""
+    step = cdiv(rows, count)
+    return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
 
 def fits_chunks(rows: int, world_size: int, tile_m: int) -> bool:

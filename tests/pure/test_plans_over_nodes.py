@@ -1,0 +1,67 @@
+"""Plans of matmul operators in groups that are on several nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import (
+    plan_all_gather_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_all_to_all,
+    plan_matmul_reduce_scatter,
+)
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
+from tileweave.planning.schedules.chunks import equal_parts
+
+H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
+PLANNERS = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_reduce)
+
+
+def planned(planner, rows: int, cols: int, depth: int, **more) -> Plan[MatmulConfig]:
+    given = {"world_size": 2, "nodes": 2, "itemsize": 2, "dtype": "bfloat16", **more}
+    return planner(Problem(rows=rows, cols=cols, depth=depth, **given), H100, False)
+
+
+def chunks(plan: Plan[MatmulConfig]) -> int:
+    assert plan.path == "fused" and plan.config is not None and plan.config.multiplies_chunks
+    return plan.config.num_slices
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_as_many_chunks_as_fill_a_device(planner) -> None:
+    assert chunks(planned(planner, 512, 4096, 4096)) == 1
+    assert chunks(planned(planner, 1024, 4096, 4096)) == 2
+    assert chunks(planned(planner, 8192, 8192, 8192)) == 8
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_sixteen_ranks_of_two_nodes(planner) -> None:
+    rows = 8192 if planner is plan_matmul_all_reduce else 1024
+    plan = planned(planner, rows, 8192, 8192, world_size=16)
+    assert chunks(plan) == 4 and "2 nodes x 8" in plan.reason
+    assert planned(planner, rows, 8192, 8192, world_size=32).path == "unfused"  # 16 ranks each
+    assert planned(planner, rows, 8192, 8192, world_size=16, nodes=1).path == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("planner", "rows", "more", "reason"),
+    [
+        (plan_all_gather_matmul, 128, {}, "too little to hide"),
+        (plan_all_gather_matmul, 1024, {"itemsize": 4, "dtype": "float32"}, "tensor-core"),
+        (plan_all_gather_matmul, 1024, {"itemsize": 1, "dtype": "float8_e4m3fn"}, "FP8"),
+        (plan_matmul_all_reduce, 3, {"world_size": 8}, "3 rows, less than a node has ranks"),
+        (plan_matmul_all_to_all, 1024, {}, "has no path between nodes"),
+    ],
+)
+def test_what_runs_unfused(planner, rows: int, more: dict, reason: str) -> None:
+    plan = planned(planner, rows, 4096, 4096, **more)
+    assert plan.path == "unfused" and reason in plan.reason and "2 nodes" in plan.reason
+
+
+@pytest.mark.parametrize(("rows", "count"), [(10, 3), (3, 8), (1, 1), (16, 4)])
+def test_equal_parts(rows: int, count: int) -> None:
+    parts = equal_parts(rows, count)
+    assert [row for begin, end in parts for row in range(begin, end)] == list(range(rows))
+    sizes = [end - begin for begin, end in parts]
+    assert len(parts) <= count and len({*sizes[:-1]}) <= 1 and sizes[-1] <= sizes[0]
