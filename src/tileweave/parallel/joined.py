@@ -57,14 +57,14 @@ class JoinedTensor(DTensor):
     parts: tuple[DTensor, ...]
 
     def __new__(cls, parts: Sequence[DTensor]) -> JoinedTensor:
-        parts = tuple(part.detach() for part in parts)
-        first: Any = parts[0]
-        rows = sum(part.shape[0] for part in parts)
+        own: Any = tuple(part.detach() for part in parts)
+        first: Any = own[0]
+        rows = sum(part.shape[0] for part in own)
         shape = torch.Size((rows, *first.shape[1:]))
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), first.dtype)
         spec = replace(first._spec, tensor_meta=meta)
-        made: Any = super().__new__(cls, _shards(parts), spec, requires_grad=False)
-        made.parts = parts
+        made: Any = super().__new__(cls, _shards(own), spec, requires_grad=False)
+        made.parts = own
         return made
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -106,14 +106,15 @@ class JoinedTensor(DTensor):
         raise refused(func)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedTensor:
-        memo[id(self)] = made = JoinedTensor([part.clone() for part in self.parts])
+        copies: list[Any] = [part.clone() for part in self.parts]
+        memo[id(self)] = made = JoinedTensor(copies)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return JoinedTensor, (self.parts,)
 
 
-def _shards(parts: Sequence[DTensor]) -> Shards:
+def _shards(parts: Sequence[DTensor]) -> LocalShardsWrapper:
     """The shards of this rank and where they are in the whole tensor."""
     found, first = [], 0
     for part in parts:
