@@ -13,6 +13,7 @@ reaches it.
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import json
 import os
@@ -135,9 +136,8 @@ class Prepared:
         self.names = sorted(search.by_name(), key=lambda name: COSTS.get(name, 1.0))
         for file in trees.files():
             import_module(f"tileweave.{file.removesuffix('.py').replace('/', '.')}")
-        self.functions = _functions()
-        self.caches = _caches()
-        statements = _Statements(self.functions, {mutant.place for mutant in chosen})
+        self.functions = Functions()
+        statements = _Statements(self.functions.found, {mutant.place for mutant in chosen})
         # statement -> seeds of runs that reach it, and cases with absent ranks that do
         self.runs: dict[tuple[Place, int], list[Any]] = defaultdict(list)
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
@@ -146,8 +146,7 @@ class Prepared:
         shown = SHOWN if len(chosen) > FEW else SHOWN[:1]
         for world, strategy, number in shown:
             for name in self.names:
-                for cache in self.caches:  # what it has is not made again
-                    cache.cache_clear()
+                self.functions.clear_caches()  # what they have is not made again
                 seed, began = search.Seed(name, world, strategy, number), time.process_time()
                 for statement in statements.reached(lambda s=seed: search.run(s, enter)):
                     self.runs[statement].append(seed)
@@ -167,8 +166,9 @@ class Prepared:
         from tileweave.explore.absent import Absence, cases
 
         for how in HOWS:
-            most = {case.scenario: case.programs for case in cases(how)}  # the last ones
-            self.absent += [c for c in cases(how) if c.seed == 0 and c.programs == most[c.scenario]]
+            all_cases = list(cases(how, every=True))
+            most = {case.scenario: case.programs for case in all_cases}  # the last ones
+            self.absent += [c for c in all_cases if c.seed == 0 and c.programs == most[c.scenario]]
 
         def show(into: int) -> None:
             absence = Absence(self.enter)
@@ -225,15 +225,6 @@ class Prepared:
                 return wrong[0], tried
         return "", tried
 
-    def put_in(self, mutant: Mutant) -> None:
-        """Change the code of the function, for all that hold it."""
-        found = self.functions[mutant.place.file, mutant.place.name]
-        for function, jit in found:
-            node = trees.mutated(mutant)
-            function.__code__ = _compiled(node, mutant.place.file, function, jit)
-        for cache in self.caches:
-            cache.cache_clear()
-
 
 def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
     """``seeds``, then others of the same scenarios: all strategies and worlds."""
@@ -245,6 +236,25 @@ def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
                 seed = make(name, world, strategy, number)
                 if seed not in seeds:
                     yield seed
+
+
+class Functions:
+    """The functions of imported modules, whose code can be changed where they are."""
+
+    def __init__(self) -> None:
+        self.found = _functions()
+        self._caches = _caches()
+
+    def put_in(self, file: str, name: str, node: ast.FunctionDef) -> None:
+        """Change the code of a function to that of ``node``, for all that hold it. Children of
+        this process do so: nothing is imported or rewritten again."""
+        for function, jit in self.found[file, name]:
+            function.__code__ = _compiled(copy.deepcopy(node), file, function, jit)
+        self.clear_caches()
+
+    def clear_caches(self) -> None:
+        for cache in self._caches:
+            cache.cache_clear()
 
 
 class _Statements:
@@ -354,7 +364,8 @@ def _must_end() -> None:
 
 def _child(prepared: Prepared, mutant: Mutant, seconds: float, into: int) -> None:
     began = time.process_time()
-    prepared.put_in(mutant)
+    place = mutant.place
+    prepared.functions.put_in(place.file, place.name, trees.mutated(mutant))
     os.write(into, PUT_IN)  # from here on, an end of this process is one of the mutant
     how, tried = prepared.explore(*prepared.reach(mutant), seconds)
     with os.fdopen(into, "w") as pipe:
