@@ -33,6 +33,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from tileweave.bench.console import Steps
+from tileweave.errors import require
 from tileweave.explore import mutants as trees
 from tileweave.explore.fuzz import COSTS, STRATEGIES, pool
 from tileweave.explore.mutants import SOURCE, Mutant, Place
@@ -456,6 +457,20 @@ def _logged(log: Path | None) -> list[Judged]:
     return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
 
 
+def _named(there: list[Mutant], names: Path) -> list[Mutant]:
+    """The mutants whose keys are lines of a file."""
+    wanted = set(names.read_text("utf-8").splitlines())
+    chosen = [mutant for mutant in there if mutant.key in wanted]
+    unknown = sorted(wanted - {mutant.key for mutant in chosen})
+    require(
+        not unknown,
+        f"--names {names}, with {', '.join(map(repr, unknown[:3]))}",
+        "names of mutants, one a line",
+        "take them from the results of --json or --log",
+    )
+    return chosen
+
+
 def _send(chosen: list[Mutant], workers: int, seconds: float, to: Any) -> None:
     """The process of :func:`mutate`."""
     for judged in _judge(chosen, workers, seconds):
@@ -472,15 +487,18 @@ def mutate(
     most: float = 0.0,
     show: bool = True,
     log: Path | None = None,
+    names: Path | None = None,
 ) -> Report:
     """Run ``sample`` mutants (0: all) whose keys contain ``pattern``, drawn with ``seed``, each for
     at most ``seconds`` of CPU time, and begin none after ``most`` seconds (0: no limit).
 
     log : a file to which each result is added, as a line of JSON. Mutants that it has are not run
         again.
+    names : a file whose lines are the keys of mutants: no others are run. A line that is none is an
+        :class:`InputError`.
     """
     there = all_mutants(pattern)
-    chosen = list(there)
+    chosen = list(there) if names is None else _named(there, names)
     random.Random(seed).shuffle(chosen)
     chosen = chosen[: sample or len(chosen)]
     report, began = Report(len(there), seed), time.monotonic()
