@@ -502,7 +502,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul(
         "sm, teams",
         triton_config("sm", tile_k=8, team=2),
-        ((16, 32, 40), (16, 48, 40)),
+        ((16, 32, 40), (8, 48, 40)),
         (2, 3, 4),
     ),
     AllGatherMatmul(

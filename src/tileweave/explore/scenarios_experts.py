@@ -120,10 +120,11 @@ EXPERT_SCENARIOS = (
         2,
         weighted=False,
     ),
-    # the last chunk, group, block and tile of columns are smaller than the others
+    # the last chunk, group, block and tile of columns are smaller than the others, and experts have
+    # several tiles of rows, each in a group of its own
     Combine(
         "uneven",
-        replace(_CUT, block_cols=4, num_finish=2),
+        replace(_CUT, tile_m=4, block_cols=4, num_finish=2),
         (5,),
         3,
         sizes=(21, 9),
