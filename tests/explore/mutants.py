@@ -1,7 +1,8 @@
 """Faults planted in the real source, one at a time. Exploration must find each of them.
 
 A mutant is a text in one file of ``src/tileweave`` and the text that replaces it. ``scenarios``:
-the beginning of the names of the scenarios that run the mutated lines.
+the beginning of the names of the scenarios that run the mutated lines, after which ``$`` ends the
+name of one.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ _TOLD = (
     + "        notify_all(peers, index, rank, call_done(peers, epoch), WORLD_SIZE, True)"
 )
 BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding/bag_all_to_all_fused.py"
+ALONE = TG + "alone$"
 NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(peers, rank, epoch, -1, WORLD_SIZE)\n"
@@ -83,8 +84,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _PEER.replace("epoch", "epoch - 1"),
         TG,
     ),
-    Mutant("a group is counted without a release", PUSH, 'sem="acq_rel"', 'sem="relaxed"', TG),
-    Mutant("the first to store a group says done", PUSH, _SAYS, "    if stored == 0:\n", TG),
+    Mutant("a group is counted without a release", PUSH, 'sem="acq_rel"', 'sem="relaxed"', ALONE),
+    Mutant("the first to store a group says done", PUSH, _SAYS, "    if stored == 0:\n", ALONE),
     Mutant(
         "a group's end is never said",
         PUSH,

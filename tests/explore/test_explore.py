@@ -29,13 +29,22 @@ from tileweave.explore.fuzz import COSTS, STRATEGIES, _replay, _scenarios, fuzz,
 
 pytestmark = pytest.mark.timeout(400)  # many take a minute of CPU, on cores that others use, too
 ROOT = Path(__file__).parents[2]
-INTERLEAVINGS = 2000  # in every run of the tests; `make fuzz` explores fifty times as many
+# different ones in every run of the tests; `make fuzz` explores fifty times as many
+INTERLEAVINGS = 2000
+SEEDS = 1700  # of which come 2,300 runs, since each part of the work is rounded up
 WORKERS = max(min(os.cpu_count() or 1, 4), 2)
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Executor]:
     """One process for all tests that need a worker of exploration: starting one takes seconds."""
+    with pool(1) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def absence() -> Iterator[Executor]:
+    """A process for cases with absent ranks, which replace functions of kernels."""
     with pool(1) as processes:
         yield processes
 
@@ -87,21 +96,19 @@ def test_concurrent_partitions() -> None:
 
 
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
-def test_absent_ranks_are_named_and_every_call_ends(how: str) -> None:
-    with pool(1) as processes:
-        assert processes.submit(found_in_cases, how).result() == []
-
-
-@pytest.mark.parametrize("how", ["paused", "reading"])
-def test_paused_rank_is_not_overwritten(how: str) -> None:
-    with pool(1) as processes:
-        assert processes.submit(found_in_cases, how).result() == []
+def test_absent_ranks_are_named_and_every_call_ends(how: str, absence: Executor) -> None:
+    assert absence.submit(found_in_cases, how).result() == []
 
 
 @pytest.mark.parametrize("fault", FORGOTTEN)
-def test_faults_that_concern_paused_ranks_are_found(fault: str) -> None:
-    with pool(1) as processes:
-        assert processes.submit(found_in_cases, FORGOTTEN[fault][0], fault).result()
+def test_faults_that_concern_paused_ranks_are_found(fault: str, absence: Executor) -> None:
+    assert absence.submit(found_in_cases, FORGOTTEN[fault][0], fault).result()
+
+
+@pytest.mark.parametrize("how", ["paused", "reading"])
+def test_paused_rank_is_not_overwritten(how: str, absence: Executor) -> None:
+    """After those with faults in the same process, of which nothing is left."""
+    assert absence.submit(found_in_cases, how).result() == []
 
 
 def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,26 +118,24 @@ def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPat
     assert "TRITON_INTERPRET" not in os.environ
 
 
-def test_replay() -> None:
+def test_replay(worker: Executor) -> None:
     assert replay("all_gather_matmul/sm@2:walk:1") == ""
     with pytest.raises(InputError, match="asked: seed"):
-        replay("all_gather_matmul/sm@2:walk")
-    with pool(1) as processes:
-        for wrong in ("no such scenario@2:walk:1", "all_gather_matmul/sm@2:luck:1"):
-            with pytest.raises(InputError, match="asked: seed") as caught:
-                processes.submit(_replay, wrong).result()
-            assert str(caught.value).count("asked: ") == 1, "one error, not one inside another"
-        for wrong in (
-            "all_gather_matmul/sm@1:walk:1",
-            "all_gather_matmul/sm@two:walk:1",
-            "all_gather_matmul/sm@2:walk:-1",
-        ):
-            with pytest.raises(InputError, match="asked: seed"):
-                processes.submit(_replay, wrong).result()
+        worker.submit(_replay, "all_gather_matmul/sm@2:walk").result()
+    for wrong in (
+        "no such scenario@2:walk:1",
+        "all_gather_matmul/sm@2:luck:1",
+        "all_gather_matmul/sm@1:walk:1",
+        "all_gather_matmul/sm@two:walk:1",
+        "all_gather_matmul/sm@2:walk:-1",
+    ):
+        with pytest.raises(InputError, match="asked: seed") as caught:
+            worker.submit(_replay, wrong).result()
+        assert str(caught.value).count("asked: ") == 1, "one error, not one inside another"
 
 
 def test_progress_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
-    report = fuzz(20, "all_gather_matmul/sm", workers=1)
+    report = fuzz(20, "all_gather_matmul/sm, spans", workers=1)
     told = [
         tuple(map(int, found)) for found in re.findall(r"s +(\d+)/(\d+) ", capsys.readouterr().out)
     ]
@@ -149,7 +154,7 @@ def test_unknown_scenarios_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_interleavings() -> None:
-    report = fuzz(INTERLEAVINGS + 250, workers=WORKERS, show=False)
+    report = fuzz(SEEDS, workers=WORKERS, show=False)
     assert not report.story, report.story
     assert report.distinct >= INTERLEAVINGS, (
         f"{report.interleavings} seeds gave {report.distinct} different schedules"

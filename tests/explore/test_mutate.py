@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
+from tileweave.errors import InputError
 from tileweave.explore import mutants as trees
 from tileweave.explore.mutate import HARMLESS, all_mutants, explained, explanations, mutate
 
@@ -42,6 +44,13 @@ def test_explanations_fit_mutants() -> None:
         assert any(pattern.fullmatch(key) for key in keys), f"{HARMLESS.name}: {pattern.pattern}"
         assert len(why) > 20
     assert explained("no such file", known) == ""
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    names.write_text(f"{all_mutants(MEETING)[0].key}\nno such mutant\n", "utf-8")
+    with pytest.raises(InputError, match="no such mutant"):
+        mutate(names=names, show=False)
 
 
 @pytest.mark.slow

@@ -80,6 +80,10 @@ def mutate(
     only: Annotated[
         str, typer.Option(help="Only mutants whose name, FILE:FUNCTION: CHANGE, contains this.")
     ] = "",
+    names: Annotated[
+        Path | None,
+        typer.Option(help="Only mutants whose name is a line of this file.", exists=True),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws the sample.")] = 0,
     seconds: Annotated[float, typer.Option(min=0.1, help="Most CPU time of one mutant.")] = 3.0,
     most: Annotated[
@@ -108,7 +112,7 @@ def mutate(
     file_for(log)
     screen = console()
     report = mutation.mutate(
-        sample, only, seed, workers or cpu_count() or 1, seconds, most, log=log
+        sample, only, seed, workers or cpu_count() or 1, seconds, most, log=log, names=names
     )
     if json is not None:
         json.write_text(dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")

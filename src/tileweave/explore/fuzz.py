@@ -6,12 +6,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from multiprocessing import get_context
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -27,38 +28,70 @@ SHARES = {2: 10, 3: 3, 4: 1}
 # CPU time of one interleaving, relative to that of most scenarios, where it is far from it. Each
 # scenario gets as many interleavings as make their time about equal.
 COSTS = {
-    "embedding_bag_all_to_all_backward/nine tables": 8.0,
-    "embedding_bag_all_to_all_backward/nine tables by copy engines": 8.0,
-    "local/table sums": 5.0,
-    "grouped_matmul_combine/uneven": 4.5,
+    "embedding_bag_all_to_all_backward/nine tables": 14.0,
+    "embedding_bag_all_to_all_backward/nine tables by copy engines": 11.0,
+    "grouped_matmul_combine/uneven": 11.0,
+    "local/table sums": 7.0,
+    "all_gather_matmul/FP8, kernel, blocks": 4.0,
+    "dispatch_grouped_matmul.routing/many experts": 4.0,
+    "matmul_reduce_scatter/sm, groups": 4.0,
+    "embedding_bag_all_to_all_backward/alone": 4.0,
+    "dispatch_grouped_matmul.routing/sorted": 4.0,
+    "dispatch_grouped_matmul/uneven": 4.0,
+    "local/jagged": 3.0,
+    "local/rows of experts": 3.0,
+    "grouped_matmul_combine/roles": 3.0,
+    "all_gather_matmul/FP8, library": 3.0,
     "embedding_bag_all_to_all_backward/groups": 3.0,
-    "embedding_bag_all_to_all_backward/alone": 3.0,
-    "dispatch_grouped_matmul.routing/sorted": 3.0,
-    "dispatch_grouped_matmul.routing/many experts": 3.0,
-    "matmul_reduce_scatter/sm, groups": 3.0,
-    "matmul_all_reduce/in chunks": 2.5,
-    "local/rows of experts": 2.5,
-    "local/jagged": 2.5,
-    "local/quantised": 2.5,
-    "all_gather_matmul/sm, groups": 2.5,
-    "grouped_matmul_combine/roles": 2.5,
-    "embedding_bag_all_to_all_backward/groups by copy engines": 2.5,
-    "all_gather_matmul/sm, cut, gathered": 2.0,
-    "all_gather_matmul/nodes, gathered": 2.0,
-    "matmul_all_reduce/in chunks, captured": 2.0,
+    "dispatch_grouped_matmul/producers": 3.0,
+    "all_gather_matmul/sm, cut, gathered": 3.0,
+    "matmul_all_reduce/in chunks": 3.0,
     "matmul_all_to_all/copy engine": 2.0,
-    "all_gather_matmul/copy engine": 0.6,
-    "all_gather_matmul/sm, spans": 0.6,
-    "all_gather_matmul/sm, producers": 0.5,
-    "all_gather_matmul/copy engine, captured": 0.5,
-    "all_gather_matmul/concurrent gather": 0.5,
-    "all_gather_matmul/concurrent gather, captured": 0.5,
-    "all_gather_matmul/by shards": 0.5,
-    "all_gather_matmul/by shards, captured": 0.5,
-    "all_to_all_matmul/copy engine, captured": 0.5,
-    "all_to_all_matmul/sm": 0.5,
-    "all_to_all_matmul/library": 0.5,
+    "all_gather_matmul/sm, groups": 2.0,
+    "local/quantised": 4.0,
+    "embedding_bag_all_to_all_backward/of one rank": 2.0,
+    "all_gather_matmul/FP8, kernel": 2.0,
+    "matmul_all_reduce/in chunks, captured": 2.0,
+    "embedding_bag_all_to_all_backward/groups by copy engines": 2.0,
+    "all_gather_matmul/nodes, gathered": 2.0,
+    "matmul_reduce_scatter/sm": 2.0,
+    "dispatch_grouped_matmul.routing/few": 2.0,
+    "embedding_bag_all_to_all_backward/alone by copy engines": 2.0,
+    "matmul_all_to_all/sm": 2.0,
+    "all_to_all_matmul/copy engine, kept": 2.0,
+    "grouped_matmul_combine/several": 1.5,
+    "matmul_all_to_all/sm, cut": 1.5,
+    "embedding_bag_all_to_all/ragged": 1.5,
+    "matmul_all_reduce/one shot, norm": 1.5,
+    "all_gather_matmul/sm, teams": 3.0,
+    "dispatch_grouped_matmul/one producer": 1.5,
+    "matmul_reduce_scatter/copy engine": 1.5,
+    "embedding_bag_all_to_all/held": 1.5,
+    "matmul_reduce_scatter/sm, cut": 1.5,
+    "all_to_all_matmul/copy engine": 1.5,
+    "matmul_reduce_scatter/sm, spans": 1.5,
+    "matmul_all_reduce/one shot": 1.5,
+    "matmul_all_to_all/copy engine, captured": 1.5,
     "matmul_all_to_all/library": 0.5,
+    "all_gather_matmul/copy engine, captured": 0.5,
+    "embedding_bag_all_to_all/few samples": 0.5,
+    "all_gather_matmul/sm, spans": 0.5,
+    "matmul_reduce_scatter/by shards, captured": 0.5,
+    "all_to_all_matmul/library": 0.5,
+    "all_gather_matmul/FP8, by shards, captured": 0.5,
+    "all_gather_matmul/by shards, captured": 0.5,
+    "all_gather_matmul/FP8, by shards": 0.5,
+    "all_gather_matmul/by shards": 0.5,
+    "all_gather_matmul/concurrent gather, captured": 0.5,
+    "matmul_reduce_scatter/by shards": 0.5,
+    "all_gather_matmul/concurrent gather": 0.5,
+    "local/keys": 0.5,
+    "local/calls": 0.5,
+    "local/memory grows": 0.5,
+    "local/waits": 0.5,
+    "local/registry": 0.5,
+    "local/limits of waits": 0.5,
+    "local/large sizes": 0.5,
 }
 _CHUNK = 60
 
@@ -142,7 +175,7 @@ def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
     from tileweave.explore.search import Seed, run, shrink, story
 
     began, steps, schedules = time.process_time(), 0, []
-    enter = _explorer()
+    enter = explorer()
     for number in numbers:
         found = run(Seed(scenario, world, strategy, number), enter)
         steps += found.steps
@@ -158,7 +191,8 @@ _OPEN = ExitStack()  # a worker takes over the interpreter once, until it ends
 _ENTER: list = []
 
 
-def _explorer():
+def explorer() -> Callable[[Any], None]:
+    """The function that sets the world in which kernels of this process run."""
     if not _ENTER:
         import torch
 
@@ -255,7 +289,7 @@ def replay(seed: str) -> str:
 def _replay(text: str) -> str:
     from tileweave.explore.search import Seed, run, shrink, story
 
-    enter = _explorer()
+    enter = explorer()
     found = run(Seed.parse(text), enter)
     return story(shrink(found, enter)) if found.failure is not None else ""
 

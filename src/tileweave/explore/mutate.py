@@ -13,6 +13,7 @@ reaches it.
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import json
 import os
@@ -32,6 +33,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from tileweave.bench.console import Steps
+from tileweave.errors import require
 from tileweave.explore import mutants as trees
 from tileweave.explore.fuzz import COSTS, STRATEGIES, pool
 from tileweave.explore.mutants import SOURCE, Mutant, Place
@@ -135,9 +137,8 @@ class Prepared:
         self.names = sorted(search.by_name(), key=lambda name: COSTS.get(name, 1.0))
         for file in trees.files():
             import_module(f"tileweave.{file.removesuffix('.py').replace('/', '.')}")
-        self.functions = _functions()
-        self.caches = _caches()
-        statements = _Statements(self.functions, {mutant.place for mutant in chosen})
+        self.functions = Functions()
+        statements = _Statements(self.functions.found, {mutant.place for mutant in chosen})
         # statement -> seeds of runs that reach it, and cases with absent ranks that do
         self.runs: dict[tuple[Place, int], list[Any]] = defaultdict(list)
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
@@ -146,8 +147,7 @@ class Prepared:
         shown = SHOWN if len(chosen) > FEW else SHOWN[:1]
         for world, strategy, number in shown:
             for name in self.names:
-                for cache in self.caches:  # what it has is not made again
-                    cache.cache_clear()
+                self.functions.clear_caches()  # what they have is not made again
                 seed, began = search.Seed(name, world, strategy, number), time.process_time()
                 for statement in statements.reached(lambda s=seed: search.run(s, enter)):
                     self.runs[statement].append(seed)
@@ -167,8 +167,9 @@ class Prepared:
         from tileweave.explore.absent import Absence, cases
 
         for how in HOWS:
-            most = {case.scenario: case.programs for case in cases(how)}  # the last ones
-            self.absent += [c for c in cases(how) if c.seed == 0 and c.programs == most[c.scenario]]
+            all_cases = list(cases(how, every=True))
+            most = {case.scenario: case.programs for case in all_cases}  # the last ones
+            self.absent += [c for c in all_cases if c.seed == 0 and c.programs == most[c.scenario]]
 
         def show(into: int) -> None:
             absence = Absence(self.enter)
@@ -225,15 +226,6 @@ class Prepared:
                 return wrong[0], tried
         return "", tried
 
-    def put_in(self, mutant: Mutant) -> None:
-        """Change the code of the function, for all that hold it."""
-        found = self.functions[mutant.place.file, mutant.place.name]
-        for function, jit in found:
-            node = trees.mutated(mutant)
-            function.__code__ = _compiled(node, mutant.place.file, function, jit)
-        for cache in self.caches:
-            cache.cache_clear()
-
 
 def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
     """``seeds``, then others of the same scenarios: all strategies and worlds."""
@@ -245,6 +237,25 @@ def _many(seeds: list[Any], make: Callable[..., Any]) -> Iterator[Any]:
                 seed = make(name, world, strategy, number)
                 if seed not in seeds:
                     yield seed
+
+
+class Functions:
+    """The functions of imported modules, whose code can be changed where they are."""
+
+    def __init__(self) -> None:
+        self.found = _functions()
+        self._caches = _caches()
+
+    def put_in(self, file: str, name: str, node: ast.FunctionDef) -> None:
+        """Change the code of a function to that of ``node``, for all that hold it. Children of
+        this process do so: nothing is imported or rewritten again."""
+        for function, jit in self.found[file, name]:
+            function.__code__ = _compiled(copy.deepcopy(node), file, function, jit)
+        self.clear_caches()
+
+    def clear_caches(self) -> None:
+        for cache in self._caches:
+            cache.cache_clear()
 
 
 class _Statements:
@@ -354,7 +365,8 @@ def _must_end() -> None:
 
 def _child(prepared: Prepared, mutant: Mutant, seconds: float, into: int) -> None:
     began = time.process_time()
-    prepared.put_in(mutant)
+    place = mutant.place
+    prepared.functions.put_in(place.file, place.name, trees.mutated(mutant))
     os.write(into, PUT_IN)  # from here on, an end of this process is one of the mutant
     how, tried = prepared.explore(*prepared.reach(mutant), seconds)
     with os.fdopen(into, "w") as pipe:
@@ -445,6 +457,20 @@ def _logged(log: Path | None) -> list[Judged]:
     return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
 
 
+def _named(there: list[Mutant], names: Path) -> list[Mutant]:
+    """The mutants whose keys are lines of a file."""
+    wanted = set(names.read_text("utf-8").splitlines())
+    chosen = [mutant for mutant in there if mutant.key in wanted]
+    unknown = sorted(wanted - {mutant.key for mutant in chosen})
+    require(
+        not unknown,
+        f"--names {names}, with {', '.join(map(repr, unknown[:3]))}",
+        "names of mutants, one a line",
+        "take them from the results of --json or --log",
+    )
+    return chosen
+
+
 def _send(chosen: list[Mutant], workers: int, seconds: float, to: Any) -> None:
     """The process of :func:`mutate`."""
     for judged in _judge(chosen, workers, seconds):
@@ -461,15 +487,18 @@ def mutate(
     most: float = 0.0,
     show: bool = True,
     log: Path | None = None,
+    names: Path | None = None,
 ) -> Report:
     """Run ``sample`` mutants (0: all) whose keys contain ``pattern``, drawn with ``seed``, each for
     at most ``seconds`` of CPU time, and begin none after ``most`` seconds (0: no limit).
 
     log : a file to which each result is added, as a line of JSON. Mutants that it has are not run
         again.
+    names : a file whose lines are the keys of mutants: no others are run. A line that is none is an
+        :class:`InputError`.
     """
     there = all_mutants(pattern)
-    chosen = list(there)
+    chosen = list(there) if names is None else _named(there, names)
     random.Random(seed).shuffle(chosen)
     chosen = chosen[: sample or len(chosen)]
     report, began = Report(len(there), seed), time.monotonic()

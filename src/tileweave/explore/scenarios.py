@@ -498,7 +498,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul(
         "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
     ),
-    AllGatherMatmul("sm, teams", triton_config("sm", tile_k=8, team=2), ((16, 32, 40),), (2, 4)),
+    # numbers of tiles and of programs that teams divide, and others
+    AllGatherMatmul(
+        "sm, teams",
+        triton_config("sm", tile_k=8, team=2),
+        ((16, 32, 40), (8, 48, 40)),
+        (2, 3, 4),
+    ),
     AllGatherMatmul(
         "sm, groups", triton_config("sm", group_m=2), ((41, 17, 16), (48, 16, 17)), (2, 3)
     ),

@@ -11,7 +11,7 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.explore.scenarios import POOL, Drawn, begin_instance, placed, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
 from tileweave.transport.protocol import EPOCH
@@ -107,7 +107,7 @@ class Dispatch:
         world.know(rank, "plan", plan.table)
         y = unwritten(torch.empty(plan.bound, self.sizes[0]))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        x, count = x.clone(), len(want)
+        x, count = placed(x, number + drawn.order), len(want)
         peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
         yield "y", y[:count], want
         yield "y with the rows that do not exist", y, y

@@ -16,8 +16,6 @@ from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.combine import CombineConfig
 from tileweave.transport.protocol import EPOCH
 
-EXPERTS = 2  # of a rank
-
 
 @dataclass(frozen=True)
 class Combine:
@@ -30,6 +28,7 @@ class Combine:
     topk: int
     weighted: bool = True
     sizes: tuple[int, int] = (16, 8)
+    experts: int = 2  # of a rank
     op: str = "grouped_matmul_combine"
     programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
@@ -45,7 +44,7 @@ class Combine:
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
         y, experts, plan, weights, want = _combine_operands(
-            tokens, self.topk, self.sizes, world.size, rank, seed, self.weighted
+            tokens, self.topk, self.sizes, self.experts, world.size, rank, seed, self.weighted
         )
         if seed % 2:
             experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
@@ -62,22 +61,29 @@ class Combine:
 
 @lru_cache(maxsize=4096)
 def _combine_operands(
-    most: int, topk: int, sizes: tuple[int, int], size: int, rank: int, seed: int, weighted: bool
+    most: int,
+    topk: int,
+    sizes: tuple[int, int],
+    own: int,
+    size: int,
+    rank: int,
+    seed: int,
+    weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor | None, torch.Tensor]:
     """This rank's y, experts, plan and weights, and its z."""
     cols, depth = sizes
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, EXPERTS * size, (size, most, topk), generator=generator)
+    ids = torch.randint(-1, own * size, (size, most, topk), generator=generator)
     counts = [max(most - r, 1) for r in range(size)]
     for source, count in enumerate(counts):
         ids[source, count:] = -1
     values = [whole_numbers((most, topk, depth), "y", r, seed) for r in range(size)]
-    experts = torch.cat([whole_numbers((EXPERTS, cols, depth), "w", r, seed) for r in range(size)])
+    experts = torch.cat([whole_numbers((own, cols, depth), "w", r, seed) for r in range(size)])
     weights = [
         whole_numbers((most, topk), "topk", r, seed) if weighted else torch.ones(most, topk)
         for r in range(size)
     ]
-    plan = reference_plan(ids, rank, EXPERTS * size, counts[rank])
+    plan = reference_plan(ids, rank, own * size, counts[rank])
     y = torch.zeros(plan.bound, depth)
     for row, entry in enumerate(plan.row_entry[: int(plan.offsets[-1])].tolist()):
         y[row] = values[entry // (most * topk)][entry // topk % most, entry % topk]
@@ -86,7 +92,7 @@ def _combine_operands(
         for j, expert in enumerate(ids[rank, token].tolist()):
             if expert >= 0:
                 z[token] += weights[rank][token, j] * (experts[expert] @ values[rank][token, j])
-    mine = experts[rank * EXPERTS : (rank + 1) * EXPERTS].clone()
+    mine = experts[rank * own : (rank + 1) * own].clone()
     return y, mine, plan, weights[rank][: counts[rank]].clone() if weighted else None, z
 
 
@@ -114,5 +120,14 @@ EXPERT_SCENARIOS = (
         2,
         weighted=False,
     ),
-    Combine("uneven", replace(_CUT, tile_n=16, block_cols=4, num_finish=2), (4,), 3, sizes=(21, 9)),
+    # the last chunk, group, block and tile of columns are smaller than the others, and experts have
+    # several tiles of rows, each in a group of its own
+    Combine(
+        "uneven",
+        replace(_CUT, tile_m=4, block_cols=4, num_finish=2),
+        (5,),
+        3,
+        sizes=(21, 9),
+        experts=3,
+    ),
 )
