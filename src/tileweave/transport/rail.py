@@ -46,11 +46,6 @@ class NcclRail:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
         self._me = dist.get_rank(group)
-        # its kernels get multiprocessors before those of a matmul that is queued later
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._last: torch.cuda.Event | None = None
-        me = dist.get_rank(group)
-        self._far = [int(at != me) for at in range(group.size())]
 
     def agree(self, call: int) -> Mapping[int, int]:
         return {}
