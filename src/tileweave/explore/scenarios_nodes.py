@@ -25,7 +25,9 @@ from tileweave.explore.scenarios import (
 )
 from tileweave.planning.problem import MatmulConfig, Plan
 
-AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+AG = "all_gather_matmul"
+RS = "matmul_reduce_scatter"
+AR = "matmul_all_reduce"
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class MatmulOperator:
     purpose : what it does with shards, for the reasons that plans give.
     configs : its candidates on Hopper.
     fp8 : its candidates with FP8 operands.
+    over_nodes : whether it is fused where ranks are on several nodes.
     """
 
     name: str
@@ -137,12 +138,15 @@ class MatmulOperator:
     purpose: str
     configs: tuple[MatmulConfig, ...]
     fp8: tuple[MatmulConfig, ...] = ()
+    over_nodes: bool = False
 
 
 _PLANNED = (
-    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER),
-    MatmulOperator("matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER, _FP8_SCATTER),
-    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _FP8_REDUCE),
+    MatmulOperator("all_gather_matmul", "all_gather", "gather", _GATHER, _FP8_GATHER, True),
+    MatmulOperator(
+        "matmul_reduce_scatter", "reduce_scatter", "reduce", _SCATTER, _FP8_SCATTER, True
+    ),
+    MatmulOperator("matmul_all_reduce", "all_reduce", "reduce", _REDUCE, _FP8_REDUCE, True),
     MatmulOperator("matmul_all_to_all", "all_to_all", "exchange", _EXCHANGE_AFTER),
     MatmulOperator("all_to_all_matmul", "all_to_all", "exchange", _EXCHANGE_BEFORE),
 )

@@ -173,7 +173,7 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
 def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     """The plan of a call in a group whose ranks are on several nodes."""
     where = f"{p.nodes} nodes x {p.world_size // p.nodes}"
-    if op not in _ACROSS_NODES or p.fp8:
+    if not PLANNED[op].over_nodes or p.fp8:
         what = f"{op} of FP8 operands" if p.fp8 else op
         return Plan("unfused", f"{where}: {what} has no path between nodes")
     each = p.world_size // p.nodes
@@ -310,7 +310,6 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     return _planned(config, f"{reason}; unfused {unfused.expected_us:.1f}", found)
 
 
-_ACROSS_NODES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 # What is sent between nodes has at least: bytes that take 40 us at 400 Gb/s, more than NCCL takes
 # to begin; rows, whose matmul is about one wave of tiles. One more chunk costs about 200 us over
 # sockets, in which an H100 has this many multiply-adds, and less over InfiniBand.

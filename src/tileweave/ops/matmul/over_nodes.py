@@ -59,7 +59,9 @@ from tileweave.planning.schedules.chunks import parts_by_weight
 from tileweave.transport.interface import Rail, Spanning
 from tileweave.transport.workspace import CALL, Workspace
 
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+GATHER = "all_gather_matmul"
+SCATTER = "matmul_reduce_scatter"
+REDUCE = "matmul_all_reduce"
 # Relative sizes of chunks. An all-gather hides all matmuls but that of its last chunk, a
 # reduce-scatter all but that of its first; an all-reduce neither the first matmul nor the last
 # transfer. So these are small, with few chunks in all, as each costs a launch of NCCL.
