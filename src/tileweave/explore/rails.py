@@ -53,7 +53,7 @@ class InsideTransport(ModelTransport):
         return SymmetricBuffer(made.local, tuple(made.addresses[rank] for rank in self._near))
 
     def push(self, copies: Any, source: int = 0, queue: int = 0, *_: Any, **__: Any) -> None:
-        assert queue == 1, "pushes beside other kernels"
+        assert queue == 1, "pushes concurrent with other kernels"
         self._world.push_second(self._world.ranks[self._global], copies, source)
 
     def join(self, queue: int = 0) -> None:

@@ -281,6 +281,17 @@ def _multiply_in_node(
         if kept is not None:
             kept[index].copy_(part)
 
+    _each_of_node(ways, x, use, whole)
+
+
+def _each_of_node(
+    ways: _Ways,
+    x: torch.Tensor,
+    use: Callable[[int, torch.Tensor], object],
+    whole: tuple[torch.Tensor, ...],
+) -> None:
+    """``use(index, x)`` for each rank of this node, as its x arrives. ``whole``: what is computed
+    from these, which becomes NaN after a time-out."""
     if ways.inside is None:
         use(0, x)
         return
@@ -347,13 +358,7 @@ def _gather_in_node(
     if ways.inside is None:
         return
     places = target.view(ways.each, *own.shape)
-    instance, call = gather_of(ways.inside, (own,))
-    gathering = begin(instance, call, (own,))
-    try:
-        for index, (part,) in gathering.shards():
-            places[index].copy_(part)
-    finally:
-        gathering.end(whole)
+    _each_of_node(ways, own, lambda index, part: places[index].copy_(part), (whole,))
 
 
 def _add_in_order(own: torch.Tensor, arrived: torch.Tensor, node: int, out: torch.Tensor) -> None:

@@ -200,12 +200,14 @@ def _by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> t
     """The product; of rows padded to a multiple of 16 where cuBLAS has no kernel for their number
     (seen of 5 rows: it refuses them before it queues anything)."""
     (rows, depth), w = x.data.shape, product.w
+    if rows % 16 == 0:
+        return _once_by_cublas(x, product, out)
     key = (rows, depth, w.data.shape[0], x.kind, w.kind, product.dtype, product.fast_accum)
     if key not in _PADDED:
         try:
             return _once_by_cublas(x, product, out)
         except RuntimeError as error:
-            if "NOT_SUPPORTED" not in str(error) or rows % 16 == 0:
+            if "NOT_SUPPORTED" not in str(error):
                 raise
             _PADDED.add(key)
     more = -rows % 16
