@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 from tests.support.worlds import World
 
-UNFUSED = {"TRITON_INTERPRET": "0", "WORLD_ENDS_WELL": "1"}
+# A rank may wait for another one that still compiles or imports, with nothing in any cache.
+UNFUSED = {"TRITON_INTERPRET": "0", "WORLD_ENDS_WELL": "1", "TILEWEAVE_TIMEOUT": "120"}
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ pytest.importorskip(
 )
 from tests.integrations import test_torchtitan as titan
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(540)
 
 
 def staged(overrides: list[str]) -> tuple[Any, Any, Any]:
