@@ -110,6 +110,11 @@ class ScaledRivals(Rivals):
         if self.case.kind == "block":
             self.missing[TORCH] = "torch's fused operators take no scales of blocks"
             return None
+        if self.case.keeps_sums and self.operands.rows.shape[0] % (16 * self.size):
+            self.missing[TORCH] = (
+                "shards of no multiple of 16 rows, which cuBLAS refuses with fast_accum"
+            )
+            return None
         return self.torch_operator(name, TORCH)
 
     def given_to_torch(self) -> list[tuple[torch.Tensor, ...]]:
