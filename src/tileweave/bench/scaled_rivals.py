@@ -111,9 +111,7 @@ class ScaledRivals(Rivals):
             self.missing[TORCH] = "torch's fused operators take no scales of blocks"
             return None
         if self.case.keeps_sums and self.operands.rows.shape[0] % (16 * self.size):
-            self.missing[TORCH] = (
-                "shards of no multiple of 16 rows, which cuBLAS refuses with fast_accum"
-            )
+            self.missing[TORCH] = "shards are no multiples of 16 rows, as fast_accum needs"
             return None
         return self.torch_operator(name, TORCH)
 
