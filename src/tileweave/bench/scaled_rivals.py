@@ -110,8 +110,8 @@ class ScaledRivals(Rivals):
         if self.case.kind == "block":
             self.missing[TORCH] = "torch's fused operators take no scales of blocks"
             return None
-        if self.case.keeps_sums and self.operands.rows.shape[0] % (16 * self.size):
-            self.missing[TORCH] = "shards are no multiples of 16 rows, as fast_accum needs"
+        if self.operands.rows.shape[0] % (16 * self.size):
+            self.missing[TORCH] = "shards are no multiples of 16 rows: cuBLAS may refuse them"
             return None
         return self.torch_operator(name, TORCH)
 

@@ -49,8 +49,8 @@ class Measurement:
 
 @cache
 def packaged(op: str) -> tuple[Measurement, ...]:
-    """What was measured of ``op`` for this package: on two H100, of a few shapes on four H200, and
-    with FP8 operands on two H200."""
+    """What was measured of ``op`` for this package: on two H100, two H200, of a few shapes on four
+    H200, and with FP8 operands on two H200."""
     found = resources.files("tileweave.planning") / "measured" / f"{op}.json"
     if not found.is_file():
         return ()
