@@ -124,7 +124,7 @@ def mutate(
         json.write_text(dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")
     for one in report.judged:
         if one.outcome in ("survived", "unreached"):
-            what = f"survives {one.tried} runs" if one.tried else "is reached by no run"
+            what = f"survives {one.tried} runs" if one.tried else one.how or "is reached by no run"
             screen.print(f"{what}: {one.key} (line {one.line})", markup=False)
     screen.print(
         f"{len(report.judged)} of {report.mutants} mutants: {report.count('found')} found, "

@@ -466,7 +466,7 @@ def _ended(
 ) -> Judged:
     """The result of a child, which has written ``text`` and ended with ``status``."""
     if not text.startswith(PUT_IN):
-        raise RuntimeError(f"{mutant.key} cannot be put in")
+        return _outcome(mutant, "survived", "cannot be put in", 0, 0.0, known)
     text = text.removeprefix(PUT_IN)
     if text:
         how, tried, spent = json.loads(text)
