@@ -6,8 +6,9 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
-from tileweave.commands.soak import Fault, Report, Soak, Wish, soak
+from tileweave.commands.soak import Fault, Report, Soak, Wish, different, soak
 from tileweave.launcher import Member, launch
 
 
@@ -65,3 +66,11 @@ def test_soak_judges_faults_and_growth() -> None:
         grown = Report(2, 1, moves=1, footprint=[*report.footprint, tuple(later)])  # type: ignore[list-item]
         assert name in grown.growth and not grown.right
     assert not Report(2, 1).right, "nothing was checked"
+
+
+def test_soak_leaves_out_only_results_with_the_same_bits() -> None:
+    first = torch.tensor([[1.0, float("nan")], [0.0, 2.0]])
+    zero = first.clone()
+    zero[1, 0] = -0.0
+    assert len(different([first, first.clone(), zero, first.t(), zero.clone()])) == 3
+    assert len(different([torch.empty(0, 3), torch.empty(0, 3)])) == 1

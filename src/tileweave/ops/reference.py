@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, rms_norm, silu
 
+from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.ops.matmul.scaled import ScaledProduct
@@ -401,6 +402,17 @@ def gradient_to_owners(
 # may capture a call; sizes are bounds.
 
 
+def _on_host(offsets: torch.Tensor) -> list[int]:
+    """Where rows of experts begin, for matmuls of one expert each."""
+    require(
+        not (offsets.is_cuda and torch.cuda.is_current_stream_capturing()),
+        "a CUDA graph of an unfused expert operator that torch._grouped_mm does not take",
+        "calls outside graphs, or bfloat16 with rows of 16 bytes",
+        "ask tw.explain why the call is not fused, or capture without it",
+    )
+    return offsets.tolist()
+
+
 def grouped_matmul(
     rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
@@ -412,7 +424,7 @@ def grouped_matmul(
     if _has_grouped_kernel(rows, experts):
         return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
     out = rows.new_zeros(rows.shape[0], experts.shape[1])
-    ends = offsets.tolist()
+    ends = _on_host(offsets)
     for expert, (begin, end) in enumerate(pairwise(ends)):
         torch.mm(rows[begin:end], experts[expert].t(), out=out[begin:end])
     return out
@@ -425,7 +437,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
     """
     if _has_grouped_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets[1:])
-    ends = offsets.tolist()
+    ends = _on_host(offsets)
     products = [left[b:e].t() @ right[b:e] for b, e in pairwise(ends)]
     return torch.stack(products)
 

@@ -1,10 +1,11 @@
 """The fastest candidate of a problem by prediction.
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
-to take for shapes nearby, relative to the closed form there. On 230 random shapes, each left out of
-the measurements in turn, the choice took 1.3 % longer than the fastest candidate in the mean. A
-candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
-predicted with caution (:data:`_UNTRIED`). No torch, no triton.
+to take for shapes nearby, relative to the closed form there; times of another device count less
+(:data:`_OTHER_DEVICE`). On 172 random shapes of two H200, each left out of the measurements in
+turn, the choice took 1.8 % longer than the fastest candidate in the mean. A candidate that was
+never measured on a machine of this kind is not chosen; those of FP8 operands are predicted with
+caution (:data:`_UNTRIED`). No torch, no triton.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cache
 
 from tileweave.planning import choices
 from tileweave.planning.candidates import candidates
-from tileweave.planning.costs import Costs, data_sheet, load_calibration
+from tileweave.planning.costs import Costs, DataSheet, data_sheet, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.measurements import Measurement, packaged
 from tileweave.planning.predict import host_seconds, seconds
@@ -23,6 +24,7 @@ from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
 _FAR = 0.3  # weight of the median over all measurements
+_OTHER_DEVICE = 0.25  # weight of a time of another kind of device
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
@@ -32,10 +34,12 @@ _PROMOTED = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One measured time of a candidate: where, and log(measured / closed form)."""
+    """One measured time of a candidate: where, log(measured / closed form) on the device that was
+    measured, and how much it counts."""
 
     place: tuple[float, ...]
     log_ratio: float
+    weight: float
 
 
 class Planner:
@@ -44,17 +48,17 @@ class Planner:
     def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
-        sheet = data_sheet(machine)
-        self._costs, self._link = (
-            Costs(sheet, load_calibration("h100").coefficients),
-            sheet.link_rate,
-        )
+        self._sheet = data_sheet(machine)
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
         for one in known:
             place = _place(one.problem)
+            sheet = (
+                data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
+            )
+            weight = 1.0 if sheet == self._sheet else _OTHER_DEVICE
             for config, us in one.us.items():
-                ratio = math.log(us * 1e-6 / self.closed_form(one.problem, config))
-                self._points.setdefault(config, []).append(_Point(place, ratio))
+                ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
+                self._points.setdefault(config, []).append(_Point(place, ratio, weight))
         self._medians = {
             config: sorted(point.log_ratio for point in points)[len(points) // 2]
             for config, points in self._points.items()
@@ -62,7 +66,7 @@ class Planner:
 
     def closed_form(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds by the cost model alone."""
-        return seconds(self.op, p, config, self._costs, self._link)
+        return _closed_form(self.op, p, config, self._sheet)
 
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds, corrected by measurements nearby; rounded, so that ranks with different math
@@ -75,7 +79,7 @@ class Planner:
         place, weights, total = _place(p), 0.0, 0.0
         for point in self._points.get(known, ()):
             far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
-            weight = math.exp(-far / (2.0 * _OCTAVES**2))
+            weight = point.weight * math.exp(-far / (2.0 * _OCTAVES**2))
             weights += weight
             total += weight * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
@@ -89,8 +93,7 @@ class Planner:
         known = [
             c
             for c in candidates(self.op, p, self.machine)
-            if c in self._points
-            or (untried and (c.kernel == "library" or self._ran_with_fp8(c, p)))
+            if c in self._points or (untried and (c.kernel == "library" or self._ran_with_fp8(c)))
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
@@ -100,11 +103,19 @@ class Planner:
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
 
-    def _ran_with_fp8(self, config: MatmulConfig, p: Problem) -> bool:
+    def _ran_with_fp8(self, config: MatmulConfig) -> bool:
         """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
         16 bits. Others wait for a tuner, which checks them."""
-        right = self.op != "matmul_all_reduce" and (config.tile_n <= 128 or p.keeps_sums)
-        return right and _in_16_bits(config) in self._points
+        return self.op != "matmul_all_reduce" and _in_16_bits(config) in self._points
+
+
+def _closed_form(op: str, p: Problem, config: MatmulConfig | None, sheet: DataSheet) -> float:
+    return seconds(op, p, config, _costs_of(sheet), sheet.link_rate)
+
+
+@cache
+def _costs_of(sheet: DataSheet) -> Costs:
+    return Costs(sheet, load_calibration("h100").coefficients)
 
 
 def _in_16_bits(config: MatmulConfig) -> MatmulConfig:
