@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tileweave.profile.trace import (
     SEVERAL,
     Event,
     chrome,
+    from_chrome,
     in_words,
     merge_gpus,
 )
@@ -113,6 +115,7 @@ def test_words_and_file_of_a_trace_of_gpus() -> None:
         "multiprocessor 3",
     ]
     assert all(each.get("tid", 0) >= 0 for each in rows)
+    assert from_chrome(json.loads(json.dumps(chrome(trace)))) == trace
 
 
 def test_a_trace_of_gpus_is_drawn(tmp_path: Any) -> None:
