@@ -19,7 +19,7 @@ import tileweave as tw
 from tileweave.bench.subjects import copied, wide
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.problem import Plan
-from tileweave.profile.record import Recording
+from tileweave.profile.record import Recording, record_call
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape
@@ -123,10 +123,7 @@ class _Experts(ABC):
         """The path that :meth:`call` takes."""
 
     def record(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Recording:
-        """Record bytes of tokens that have an expert on a peer, and at least one signal per peer.
-
-        These kernels have no stamps.
-        """
+        """Record bytes of tokens that have an expert on a peer."""
         size = dist.get_world_size(group)
         owners = torch.where(operands.ids >= 0, operands.ids // _EXPERTS, operands.plan.rank)
         sent = sum(
@@ -136,8 +133,12 @@ class _Experts(ABC):
         )
         width = operands.out_shape[1] if self.op == GroupedMatmulCombine.op else operands.x.shape[1]
         nbytes = sent * width * operands.x.element_size()
-        return Recording(
-            self.explain(operands, group), self.call(operands, group)[0], [], nbytes, size - 1
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            nbytes,
+            group,
         )
 
 
