@@ -34,12 +34,11 @@ _PROMOTED = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One measured time of a candidate: where, log(measured / closed form) on the device that was
-    measured, and how much it counts."""
+    """One measured time of a candidate: at which of the measured shapes, and log(measured / closed
+    form) on the device that was measured."""
 
-    place: tuple[float, ...]
+    shape: int
     log_ratio: float
-    weight: float
 
 
 class Planner:
@@ -50,15 +49,17 @@ class Planner:
         self.has_fp8 = any(one.problem.fp8 for one in known)
         self._sheet = data_sheet(machine)
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
-        for one in known:
-            place = _place(one.problem)
+        self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
+        self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
+        for number, one in enumerate(known):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
-            weight = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            self._shapes.append((_place(one.problem), counts))
             for config, us in one.us.items():
                 ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
-                self._points.setdefault(config, []).append(_Point(place, ratio, weight))
+                self._points.setdefault(config, []).append(_Point(number, ratio))
         self._medians = {
             config: sorted(point.log_ratio for point in points)[len(points) // 2]
             for config, points in self._points.items()
@@ -76,15 +77,23 @@ class Planner:
             known, caution = _in_16_bits(config), _UNTRIED
             if config.kernel != "library" and not p.keeps_sums:
                 caution *= _PROMOTED
-        place, weights, total = _place(p), 0.0, 0.0
+        near, weights, total = self._weights(_place(p)), 0.0, 0.0
         for point in self._points.get(known, ()):
-            far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
-            weight = point.weight * math.exp(-far / (2.0 * _OCTAVES**2))
-            weights += weight
-            total += weight * point.log_ratio
+            weights += near[point.shape]
+            total += near[point.shape] * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
         device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
         return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
+
+    def _weights(self, place: tuple[float, ...]) -> list[float]:
+        """How much each measured shape says about this place. Kept, because all candidates ask."""
+        if self._near is None or self._near[0] != place:
+            found = [
+                counts * math.exp(-(math.dist(place, there) ** 2) / (2.0 * _OCTAVES**2))
+                for there, counts in self._shapes
+            ]
+            self._near = place, found
+        return self._near[1]
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first. Of FP8
@@ -165,4 +174,4 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     return Planner(op, machine, (*own, *others))
 
 
-choices.on_change(planner_of.cache_clear)
+choices.on_install(planner_of.cache_clear)
