@@ -25,6 +25,7 @@ from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
 _FAR = 0.3  # weight of the median over all measurements
 _OTHER_DEVICE = 0.25  # weight of a time of another kind of device
+_OTHER_SCALES = 0.5  # weight of a time with FP8 scales of another kind
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
@@ -44,18 +45,27 @@ class _Point:
 class Planner:
     """Predictions for one operator on one machine."""
 
-    def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
+    def __init__(
+        self,
+        op: str,
+        machine: Machine,
+        known: tuple[Measurement, ...],
+        akin: tuple[Measurement, ...] = (),
+    ) -> None:
+        """``akin``: of FP8 operands with scales of another kind, which count less."""
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
         self._sheet = data_sheet(machine)
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
         self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
         self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
-        for number, one in enumerate(known):
+        for number, one in enumerate((*known, *akin)):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
             counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            if number >= len(known):
+                counts *= _OTHER_SCALES
             self._shapes.append((_place(one.problem), counts))
             for config, us in one.us.items():
                 ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
@@ -102,7 +112,8 @@ class Planner:
         known = [
             c
             for c in candidates(self.op, p, self.machine)
-            if c in self._points or (untried and (c.kernel == "library" or self._ran_with_fp8(c)))
+            if c in self._points
+            or (untried and (c.kernel == "library" or _in_16_bits(c) in self._points))
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
@@ -111,11 +122,6 @@ class Planner:
             for config in (None, *known)
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
-
-    def _ran_with_fp8(self, config: MatmulConfig) -> bool:
-        """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
-        16 bits. Others wait for a tuner, which checks them."""
-        return self.op != "matmul_all_reduce" and _in_16_bits(config) in self._points
 
 
 def _closed_form(op: str, p: Problem, config: MatmulConfig | None, sheet: DataSheet) -> float:
@@ -147,9 +153,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     """The planner of ``op`` with all that is known of ``machine``.
 
     ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls, nor about those with scales of another kind; but where nothing was measured with scales
-    of tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
-    were never measured with these scales.
+    calls, and less about those with scales of another kind; but where nothing was measured with
+    scales of tensors, those of rows do, which take as long. Those of 16-bit operands correct
+    configs that were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -166,12 +172,13 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     own = [one for one in eight if one.problem.scales == scales] or [
         one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
+    akin = [one for one in eight if one not in own]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
         for one in wide
     ]
-    return Planner(op, machine, (*own, *others))
+    return Planner(op, machine, (*own, *others), tuple(akin))
 
 
 choices.on_install(planner_of.cache_clear)
