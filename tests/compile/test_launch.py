@@ -373,6 +373,7 @@ def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespa
             "tables": 3,
             "blocks": blocks,
             "samples.width": 384,
+            "samples.there": 40,
         }
         cut = {"run": config.run_of(blocks), "lag": min(config.lag, 3 * blocks), "rows_here": 20}
         given = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_chunks_cover_all_rows() -> None:
         for most in (1, 3, 9):
             chunks = chunks_by_weight(1000, most, weights)
             assert chunks[0][0] == 0 and chunks[-1][1] == 1000
-            assert all(end == begin for (_, end), (begin, _) in zip(chunks, chunks[1:]))
+            assert all(end == begin for (_, end), (begin, _) in pairwise(chunks))
 
 
 def test_tokens_cross_once_per_node() -> None:

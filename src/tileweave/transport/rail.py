@@ -95,10 +95,11 @@ class GlooRail:
         self._me = self.ranks.index(rank)
         # as long as a kernel waits for data, so that an exchange ends when its call does
         self._seconds = timeout_seconds() * 9 / 8
-        self._number, self._all, self._whole = number, group, None
+        self._number, self._all = number, group
+        self._whole: dist.ProcessGroupGloo | None = None
         self._group = self._connect(f"rail-{number}-{self.ranks[0]}", self._me, len(self.ranks))
 
-    def _connect(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    def _connect(self, name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
         """A group of gloo's own. Collective over its ranks."""
         return ask_store(
             self._all,
@@ -181,7 +182,7 @@ class GlooRail:
             me, size = dist.get_rank(self._all), dist.get_world_size(self._all)
             self._whole = self._connect(f"all-{self._number}", me, size)
         size = x.element_size()
-        work = self._whole.alltoall_base(
+        work = self._whole.alltoall_base(  # type: ignore[attr-defined]
             out.view(torch.uint8),
             x.view(torch.uint8),
             [size * count for count in received],
