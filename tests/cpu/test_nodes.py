@@ -34,6 +34,7 @@ ACROSS = (
     "matmul_all_reduce",
     "dispatch_grouped_matmul",
     "grouped_matmul_combine",
+    "embedding_bag_all_to_all",
 )  # operators that have a path between nodes
 
 

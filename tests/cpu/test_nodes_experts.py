@@ -21,7 +21,7 @@ from tileweave.transport.rail import GlooRail
 WORLDS = {"2x1": (2, 2), "2x2": (4, 2), "3x2": (6, 3)}
 
 
-@pytest.fixture(params=WORLDS.values(), ids=WORLDS)
+@pytest.fixture(params=list(WORLDS.values()), ids=list(WORLDS))
 def nodes(request: pytest.FixtureRequest, worlds: Worlds) -> World:
     return worlds("gloo", *request.param)
 

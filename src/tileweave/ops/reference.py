@@ -468,8 +468,9 @@ def gather_rows(
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
         padded[: plan.tokens] = x
-    alone = group is None or plan.world_size == 1
-    everyone = padded if alone else collectives.all_gather(padded, group)
+    everyone = padded
+    if group is not None and plan.world_size > 1:
+        everyone = collectives.all_gather(padded, group)
     entry = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0))
     return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
 

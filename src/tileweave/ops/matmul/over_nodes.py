@@ -51,18 +51,11 @@ from tileweave.ops.matmul.cublas import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.planning.schedules.chunks import parts_by_weight
+from tileweave.planning.schedules.chunks import EVEN, GROWING, SHRINKING, chunks_by_weight
 
 GATHER = "all_gather_matmul"
 SCATTER = "matmul_reduce_scatter"
 REDUCE = "matmul_all_reduce"
-# Relative sizes of chunks. An all-gather hides all matmuls but that of its last chunk, a
-# reduce-scatter all but that of its first; an all-reduce neither the first matmul nor the last
-# transfer. So these are small, with few chunks in all, as each costs a launch of NCCL.
-_SHRINKING = ((1,), (2, 1), (4, 2, 1), (8, 4, 2, 1))
-_GROWING = ((1,), (1, 2), (1, 2, 4), (1, 2, 4, 8))
-_EVEN = ((1,), (1, 1), (1, 2, 1), (1, 2, 2, 1))
-_UNIT = 128  # rows: of a tile of cuBLAS
 _LATER = 2  # chunks of an all-reduce that are multiplied before the first is gathered in the node
 
 
@@ -86,7 +79,7 @@ def gather(
         if gathered is not None:
             kept = gathered.view(ways.nodes, ways.each, rows, x.shape[1])
         arriving = []
-        for begin_, end in _chunks(rows, chosen, _SHRINKING):
+        for begin_, end in _chunks(rows, chosen, SHRINKING):
             arrived = x.new_empty(ways.nodes, end - begin_, x.shape[1])
             transfer = _bind(ways.rail.all_gather, arrived, x[begin_:end])
             arriving.append((begin_, end, arrived, ways.rail.begin(transfer)))
@@ -114,7 +107,7 @@ def scatter(
     with spanning_call(SCATTER, group_name, x, chosen.checksum) as ways:
         owned = x.view(ways.nodes, ways.each, rows, x.shape[1])
         traveling = []
-        for begin_, end in _chunks(rows, chosen, _GROWING):
+        for begin_, end in _chunks(rows, chosen, GROWING):
             sums, arrived = (out.new_empty(ways.nodes, end - begin_, cols) for _ in range(2))
             for node in ways.others:
                 _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[node])
@@ -166,15 +159,13 @@ def _chunks(
 ) -> list[tuple[int, int]]:
     """(begin, end) of the chunks of ``rows``. ``weights``: of one chunk, of two, and so on."""
     assert chosen.config is not None, "the unfused path has no config"
-    return parts_by_weight(rows, weights[min(chosen.config.num_slices, len(weights)) - 1], _UNIT)
+    return chunks_by_weight(rows, chosen.config.num_slices, weights)
 
 
 def _of_each(rows: int, each: int, chosen: Plan[MatmulConfig]) -> list[slice]:
     """Chunks of ``rows``, of which each of ``each`` ranks sums as many. If these do not divide
     ``rows``, the last chunk is the last ``each`` rows, some of which are also in the one before."""
-    chunks = [
-        slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen, _EVEN)
-    ]
+    chunks = [slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen, EVEN)]
     return [*chunks, slice(rows - each, rows)] if rows % each else chunks
 
 
