@@ -58,7 +58,7 @@ TITLE: dict[str, Any] = {
     "va": "bottom",
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5},
 }
-TRACES = sorted(RESULTS.rglob("trace-all_gather_matmul-*.json"))
+TRACES = sorted(RESULTS.rglob("trace-matmul_reduce_scatter-*.json"))
 
 
 def over_the_bound(op: str, machine: str) -> dict[str, list[float]]:
@@ -170,9 +170,10 @@ def draw_llama(path: Path) -> None:
 
 
 def draw_overlap(path: Path) -> None:
-    """The newest recorded call of all_gather_matmul on GPUs."""
+    """The newest recorded call of matmul_reduce_scatter on GPUs."""
     trace = from_chrome(json.loads(TRACES[-1].read_text("utf-8")))
-    _draw_line(path, trace, trace.title.partition(":")[0], 7.0)
+    ranks, machine = re.findall(r"-(\d+)x(\w+)-", TRACES[-1].name)[0]
+    _draw_line(path, trace, f"{trace.title.partition(':')[0]} on {ranks} {machine}", 7.6)
 
 
 def _draw_line(path: Path, trace: Trace, title: str, height: float) -> None:
@@ -183,7 +184,9 @@ def _draw_line(path: Path, trace: Trace, title: str, height: float) -> None:
     axes.tick_params(labelsize=11)
     axes.set_xlabel(axes.get_xlabel().partition("   ")[0], fontsize=11)
     handles = legend_of([trace])
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    ncols = 1 if trace.event_us else 2  # of GPUs: longer names
+    where = "outside lower center"
+    figure.legend(handles=handles, loc=where, ncols=ncols, frameon=False, fontsize=10)
     figure.savefig(path, dpi=DPI)
 
 

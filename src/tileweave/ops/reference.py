@@ -457,16 +457,19 @@ def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
     )
 
 
-def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_rows(
+    x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """x [T, H] of this rank's tokens -> [bound, H]: the token of each row of this rank's experts.
 
-    Undefined after the last row.
+    Undefined after the last row. ``group``: None for this rank alone.
     """
     padded = x
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
         padded[: plan.tokens] = x
-    everyone = padded if plan.world_size == 1 else collectives.all_gather(padded, group)
+    alone = group is None or plan.world_size == 1
+    everyone = padded if alone else collectives.all_gather(padded, group)
     entry = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0))
     return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
 
@@ -494,20 +497,30 @@ def grouped_matmul_combine(
 ) -> torch.Tensor:
     """Grouped matmul, weighted sums per rank, and their sum over ranks: z [T, H].
 
-    Sums per rank are added in fp32 in order of j, and rounded. Every rank sends a partial sum for
-    every token, also zeros, so sizes are known without waiting for the device.
+    Every rank sends a partial sum for every token, also zeros, so sizes are known without waiting
+    for the device.
     """
+    everyone = None if weights is None else gather_weights(weights, plan, group)
+    partial = sums_of_tokens(y, experts, plan, everyone)
+    return collectives.reduce_scatter(partial, group)[: plan.tokens].clone()
+
+
+def sums_of_tokens(
+    y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, everyone: torch.Tensor | None
+) -> torch.Tensor:
+    """The weighted sum of each token over this rank's experts, [R * max_tokens, H]: added in fp32
+    in order of j, and rounded. ``everyone``: weights of all entries."""
     products = grouped_matmul(y, experts, plan.offsets)
     rows = plan.entry_row.view(-1, plan.topk)
-    everyone = None if weights is None else gather_weights(weights, plan, group).view(-1, plan.topk)
+    factors = None if everyone is None else everyone.view(-1, plan.topk)
     partial = torch.zeros(rows.shape[0], experts.shape[1], dtype=torch.float32, device=y.device)
     for j in range(plan.topk):
         here = (rows[:, j] >= 0)[:, None]
         value = products[rows[:, j].clamp(min=0).long()].float()
-        value = value if everyone is None else value * everyone[:, j, None]
+        value = value if factors is None else value * factors[:, j, None]
         # after the product: a choice without an expert adds 0, whatever its weight
         partial += torch.where(here, value, 0.0)
-    return collectives.reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
+    return partial.to(y.dtype)
 
 
 def dispatch_grouped_matmul(

@@ -343,6 +343,11 @@ def _own_place(one_shot: bool, world_size: int) -> bool:
     return one_shot and world_size > 2
 
 
+def per_sm(num_warps: int, blocks: float, everywhere: bool) -> int:
+    """Programs on a multiprocessor. ``blocks``: of each multiprocessor."""
+    return max(1, WARPS // num_warps) if everywhere else 1
+
+
 def launcher(
     peers: Peers,
     world_size: int,
@@ -363,7 +368,7 @@ def launcher(
     rows = min(config.tile_m, triton.next_power_of_2(shards.rows))
     cols = config.tile_m * config.tile_n // rows
     one_shot = reduce and not gather and shards.x_step == 0
-    per_sm = max(1, WARPS // config.num_warps) if reduce and (gather or one_shot) else 1
+    everywhere = reduce and (gather or one_shot)
     choices = Choices(
         world_size,
         triton.next_power_of_2(world_size - 1),
@@ -411,6 +416,6 @@ def launcher(
         return Call((bias is None, residual is None, aligned), words, changing)
 
     blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
-    programs = min(num_sms * per_sm, blocks)
+    programs = min(num_sms * per_sm(config.num_warps, blocks / num_sms, everywhere), blocks)
     fixed = {"peers": peers, "rank": rank, "shards": shards}
     return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)
