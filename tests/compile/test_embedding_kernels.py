@@ -91,7 +91,7 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
 
         def launch() -> None:
             made = lookup.constants(tables, columns, width, case.dtype.itemsize, case.config)
-            samples = fused.Samples(BATCH, BATCH // WORLD_SIZE, width)
+            samples = fused.Samples(BATCH, BATCH // WORLD_SIZE, width, BATCH)
             run = fused.launcher(peers, RANK, WORLD_SIZE, samples, 2, made, False, 132, case.config)
             run(meta, indices, offsets, weights, 0)
     else:

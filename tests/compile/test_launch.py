@@ -346,7 +346,7 @@ def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespa
         torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:]
     )
     made = constants(tables, columns, 384, 4, config)
-    samples = lookups.Samples(40, 20, 384)
+    samples = lookups.Samples(40, 20, 384, 40)
     again = lookups.launcher(peers, 1, 2, samples, 3, made, True, 132, config)
     first, second = (
         (torch.zeros(n, dtype=torch.int64), torch.zeros(121, dtype=torch.int64)) for n in (640, 64)
@@ -373,6 +373,7 @@ def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespa
             "tables": 3,
             "blocks": blocks,
             "samples.width": 384,
+            "samples.there": 40,
         }
         cut = {"run": config.run_of(blocks), "lag": min(config.lag, 3 * blocks), "rows_here": 20}
         given = {

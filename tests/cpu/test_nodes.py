@@ -32,6 +32,9 @@ ACROSS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "dispatch_grouped_matmul",
+    "grouped_matmul_combine",
+    "embedding_bag_all_to_all",
 )  # operators that have a path between nodes
 
 

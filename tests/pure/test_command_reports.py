@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tileweave import launcher
+from tileweave import OPERATORS, launcher
 from tileweave.commands import doctor
 from tileweave.errors import InputError
 from tileweave.planning.machine import H200, Machine
@@ -212,6 +212,8 @@ def test_trace_shards_what_its_operator_shards(
         op,
         "--rows",
         "258",
+        "--cols",
+        "512",
         "--world",
         "4",
         "--device",
@@ -228,6 +230,8 @@ def test_trace_shards_what_its_operator_shards(
         op,
         "--rows",
         "256",
+        "--cols",
+        "512",
         "--world",
         "4",
         "--device",
@@ -238,22 +242,14 @@ def test_trace_shards_what_its_operator_shards(
     assert "rounded" not in given(None, monkeypatch, *words)[1]
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "matmul_all_reduce",
-        "embedding_bag_all_to_all",
-        "dispatch_grouped_matmul",
-        "grouped_matmul_combine",
-    ],
-)
-def test_operators_without_stamps_are_not_traced(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a world was started"))
-    done = runner.invoke(cli.app, ["trace", op, "--device", "cpu"])
-    assert isinstance(done.exception, InputError) and f"asked: a trace of {op}" in str(
-        done.exception
-    )
-    assert op not in str(done.exception).partition("allowed")[2]
+def test_every_operator_is_traced_by_sizes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for op in OPERATORS:
+        words = ("trace", op, "--world", "2", "--device", "cpu", "--out", str(tmp_path))
+        code, said, calls = given(None, monkeypatch, *words)
+        assert code == 0 and f"{op}, M, N, K: " in said
+        assert math.prod(calls[0][0][1:4]) < 1 << 22, "interpreted kernels take small sizes"
 
 
 def test_dimension_of_one_is_refused_only_where_it_is_sharded(

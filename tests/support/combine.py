@@ -67,7 +67,7 @@ def prepare(
     """Operands of one rank. Undefined rows of y are NaN."""
     drawn = draw_all(case, size, seed)
     ids = torch.stack([padded_ids(d.ids, case.max_tokens) for d in drawn])
-    plan = reference_plan(ids, rank, case.experts * size, case.tokens_of(rank))
+    plan = reference_plan(ids, rank, case.experts * size, case.tokens_of(rank), case.nodes)
     y = torch.full((plan.bound, case.depth), float("nan"), dtype=case.torch_dtype)
     rows = [row for mine in experts.expected_rows(case, rank, size, seed) for row in mine]
     for row, (source, token, j) in enumerate(rows):

@@ -38,7 +38,7 @@ class Case:
     """One call.
 
     ``tokens`` are those of each rank; ranks past the end have the first ones. ``experts`` is the
-    number of experts per rank.
+    number of experts per rank. ``nodes``: of the world.
     """
 
     tokens: tuple[int, ...]
@@ -50,6 +50,7 @@ class Case:
     dtype: str = "float32"
     index_dtype: torch.dtype = torch.int64
     spare: int = 0  # max_tokens exceeds the largest number of tokens by this
+    nodes: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -115,12 +116,17 @@ def draw_all_ranks(case: Case, size: int, seed: int) -> list[Operands]:
     return [draw(case, rank, size, torch.device("cpu"), seed) for rank in range(size)]
 
 
+def sources(rank: int, size: int, nodes: int) -> list[int]:
+    """The ranks in the order of rows of an expert of ``rank``."""
+    each = size // nodes
+    return [node * each + (rank - step) % each for step in range(each) for node in range(nodes)]
+
+
 def expected_rows(case: Case, rank: int, size: int, seed: int) -> list[list[tuple[int, int, int]]]:
     """The rows of each local expert in order, as (source, token, choice), by plain loops."""
     drawn = draw_all_ranks(case, size, seed)
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(case.experts)]
-    for step in range(size):
-        source = (rank - step) % size
+    for source in sources(rank, size, case.nodes):
         for token, choices in enumerate(drawn[source].ids.tolist()):
             for j, expert in enumerate(choices):
                 if expert >= 0 and expert // case.experts == rank:

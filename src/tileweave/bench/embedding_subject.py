@@ -19,7 +19,7 @@ import tileweave as tw
 from tileweave.bench.subjects import copied, wide
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
-from tileweave.profile.record import Recording
+from tileweave.profile.record import Recording, record_call
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape
@@ -115,11 +115,14 @@ class EmbeddingBagAllToAll:
         )
 
     def record(self, operands: EmbeddingOperands, group: dist.ProcessGroup) -> Recording:
-        """Record what was sent, and two signals per peer: the kernel has no stamps."""
         size, (rows, width) = dist.get_world_size(group), operands.out_shape
         sent = (operands.batch - rows) * (width // size) * operands.x.element_size()
-        return Recording(
-            self.explain(operands, group), self.call(operands, group)[0], [], sent, 2 * (size - 1)
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            sent,
+            group,
         )
 
     def error(self, operands: EmbeddingOperands, got: torch.Tensor, second: object = None) -> float:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.subjects import copied, wide
+from tileweave.ops.core.nodes import known_topology_of
+from tileweave.ops.core.registry import name_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.problem import Plan
-from tileweave.profile.record import Recording
+from tileweave.profile.record import Recording, record_call
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape
@@ -62,6 +64,15 @@ def _routed(
     ids = scores.topk(_TOPK, -1).indices.int()
     ids[scores[..., :_TOPK] < 0.125] = -1
     return ids, reference_plan(ids, rank, _EXPERTS * size)
+
+
+def _nodes_of(size: int) -> int:
+    """The nodes of the default group, if that is the one of ``size`` ranks: rows are sorted by
+    them."""
+    if not dist.is_initialized() or dist.get_world_size() != size:
+        return 1
+    ranks = known_topology_of(name_of(None))
+    return ranks.nodes if ranks.per_node else 1
 
 
 class _Experts(ABC):
@@ -123,10 +134,7 @@ class _Experts(ABC):
         """The path that :meth:`call` takes."""
 
     def record(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Recording:
-        """Record bytes of tokens that have an expert on a peer, and at least one signal per peer.
-
-        These kernels have no stamps.
-        """
+        """Record bytes of tokens that have an expert on a peer."""
         size = dist.get_world_size(group)
         owners = torch.where(operands.ids >= 0, operands.ids // _EXPERTS, operands.plan.rank)
         sent = sum(
@@ -136,8 +144,12 @@ class _Experts(ABC):
         )
         width = operands.out_shape[1] if self.op == GroupedMatmulCombine.op else operands.x.shape[1]
         nbytes = sent * width * operands.x.element_size()
-        return Recording(
-            self.explain(operands, group), self.call(operands, group)[0], [], nbytes, size - 1
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            nbytes,
+            group,
         )
 
 
@@ -163,7 +175,9 @@ class DispatchGroupedMatmul(_Experts):
 
     def error(self, operands: ExpertOperands, got: torch.Tensor, second: object = None) -> float:
         """Of the rows that there are."""
-        plan = operands.plan
+        rank, experts = operands.plan.rank, operands.experts.shape[0]
+        nodes = _nodes_of(operands.plan.world_size)
+        plan = reference_plan(operands.ids, rank, experts, nodes=nodes)
         rows = int(plan.offsets[-1])
         token = plan.row_entry[:rows].long() // _TOPK
         counts = plan.offsets.long().diff()

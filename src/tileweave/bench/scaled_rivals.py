@@ -110,6 +110,9 @@ class ScaledRivals(Rivals):
         if self.case.kind == "block":
             self.missing[TORCH] = "torch's fused operators take no scales of blocks"
             return None
+        if self.operands.rows.shape[0] % (16 * self.size):
+            self.missing[TORCH] = "shards are no multiples of 16 rows: cuBLAS may refuse them"
+            return None
         return self.torch_operator(name, TORCH)
 
     def given_to_torch(self) -> list[tuple[torch.Tensor, ...]]:

@@ -7,7 +7,7 @@ locally in fp32, without code that is tested. ``bench/samples`` maps operators t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.planning.problem import Plan
-from tileweave.profile.record import Recording, record, record_call
+from tileweave.profile.record import Recording, record, record_call, start_record
 
 # Largest ||got - want|| / ||want|| against fp32, by dtype of the operands.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -164,6 +164,11 @@ class AllGatherMatmul(_Matmul):
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
         return record(operands.x, operands.w, operands.bias, group=group)
+
+    def start(self, operands: Operands, group: dist.ProcessGroup) -> Callable[[], Recording]:
+        """Queue :meth:`record`; what it returns waits for the device. Only where a kernel stamps
+        its tiles."""
+        return start_record(operands.x, operands.w, operands.bias, group=group)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         if second is not None and not torch.equal(second, operands.rows):

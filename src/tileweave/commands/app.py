@@ -16,7 +16,6 @@ from tileweave.launcher import (
     launch,
     under_torchrun,
 )
-from tileweave.ops.core.registration import SPECS
 
 try:
     import typer
@@ -37,10 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What ``trace`` shows: stamps of kernels, or waits of interpreted kernels.
-STAMPED = tuple(name for name, spec in SPECS.items() if spec.traced == "stamps")
-WATCHED = tuple(name for name, spec in SPECS.items() if spec.traced == "waits")
-WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
+# For the ranks of ``trace``: their kernels write what programs do
+STAMPS = {"TILEWEAVE_STAMPS": "1"}
+FIRST = next(iter(OPERATORS))
 
 
 def _operator(name: str) -> str:
@@ -493,13 +491,20 @@ def trace(
     op: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(STAMPED)}, if fused; without GPUs, {WAITS}, no more. "
-            "Others have no stamps."
+            help=f"{', '.join(OPERATORS)}. Without GPUs: waits for signals, and what "
+            f"{FIRST} pushes and computes."
         ),
-    ] = STAMPED[0],
-    rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
-    cols: Annotated[int, typer.Option(min=1, help="N of the whole problem.")] = 512,
-    depth: Annotated[int, typer.Option(min=1, help="K of the whole problem.")] = 128,
+    ] = FIRST,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="M of the whole problem; tokens or samples per rank."),
+    ] = None,
+    cols: Annotated[
+        int | None, typer.Option(min=1, help="N of the whole problem; tables per rank.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="K of the whole problem; columns of a table.")
+    ] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
     out: Annotated[
         Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")
@@ -507,33 +512,36 @@ def trace(
     world: World = None,
     device: Device = "auto",
 ) -> None:
-    """Record one call inside its kernels: which ranks pushed, waited for which, computed what."""
+    """Record one call: its kernels and copies, which programs waited for which rank, on one clock.
+
+    Written as a picture, as files for ui.perfetto.dev, and in words. Under torchrun set
+    TILEWEAVE_STAMPS=1, or what programs do inside kernels is not seen.
+    """
     from tileweave.bench.cases import Case
     from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
     from tileweave.profile.trace import in_words
 
     kind, size = place(device, world)
-    allowed, remedy = (
-        f"one of {', '.join((*STAMPED, *WATCHED))}",
-        "name one of these: kernels of other operators have no stamps",
-    )
-    require(_operator(op) in (*STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
+    usual = samples_of(_operator(op)).traced[kind == "cuda"]
+    sizes = (rows or usual[0], cols or usual[1], depth or usual[2])
     few = [
         f"--{name} {value}"
-        for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
+        for name, value in zip(("rows", "cols", "depth"), sizes, strict=True)
         if name in samples_of(op).shared and value < size
     ]
     require(not few, ", ".join(few), f"{size} or more, one for each rank", "pass larger sizes")
     need_kernels("tileweave trace", kind)
     folder_for(out)
-    screen, case = console(), Case(op, "trace", rows, cols, depth, False, "smoke", dtype)
+    screen, case = console(), Case(op, "trace", *sizes, False, "smoke", dtype)
     whole = case.whole(size)
-    rounded = "" if whole == (rows, cols, depth) else ", rounded to multiples of the world size"
+    rounded = "" if whole == sizes else ", rounded to multiples of the world size"
     screen.print(
         f"{op}, M, N, K: {', '.join(map(str, whole))}, over {size} ranks{rounded}", markup=False
     )
-    result = launch(trace_one, op, *case.shard(size), dtype, world_size=size, device_type=kind)
+    result = launch(
+        trace_one, op, *case.shard(size), dtype, world_size=size, device_type=kind, extra=STAMPS
+    )
     if result is None:
         return
     found, plan = result
@@ -541,12 +549,9 @@ def trace(
     for line in in_words(found):
         screen.print(line, markup=False, soft_wrap=True)
     if not found.events:
-        none = (
-            f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; "
-            f"without GPUs, {WAITS}"
-        )
         screen.print(
-            none
+            "this kernel waits for no signals (data announce themselves): without GPUs nothing is "
+            "seen of it"
             if plan.path == "fused"
             else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})"
         )

@@ -9,9 +9,10 @@ last call of a case is recorded: what was sent, signaled and waited for.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from tileweave.bench.samples import DemoCase, samples_of
 from tileweave.bench.subjects import TOLERANCE, Shape, poisoned, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.planning.problem import Plan
-from tileweave.profile.record import gather
-from tileweave.profile.trace import Trace, chrome, summary
+from tileweave.profile.record import Recording, gather
+from tileweave.profile.trace import Trace, chrome, merge_gpus, summary
 
 CALLS = 4  # both slots twice
 
@@ -239,21 +240,41 @@ def write_picture(traces: Sequence[Trace], folder: Path) -> Path:
 def trace_one(
     member: Member, op: str, rows: int, cols: int, depth: int, dtype: str
 ) -> tuple[Trace, Plan]:
-    """The second call of an operator on random data, recorded; sizes are those of one rank.
-    Collective."""
+    """A call of an operator on random data, recorded once it has been made; sizes are those of one
+    rank. Collective."""
     subject = samples_of(op).subject
     shape = Shape(rows, cols, depth)
     operands = subject.draw(
         shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False
     )
-    subject.record(operands, member.group)
+    plan = subject.explain(operands, member.group)
+    title = f"{op}: {shape} per rank, {dtype}, {short(plan)}"
+    subject.call(operands, member.group)
+    if member.on_gpu:
+        return _trace_on_gpu(member, title, subject, operands, plan), plan
     member.barrier()
     recording = subject.record(operands, member.group)
     tw.synchronize(member.group)
-    trace = gather(
-        f"{op}: {shape} per rank, {dtype}, {short(recording.plan)}", recording, member.group
-    )
-    return trace, recording.plan
+    return gather(title, recording, member.group), plan
+
+
+def _trace_on_gpu(member: Member, title: str, subject: Any, operands: Any, plan: Plan) -> Trace:
+    """What the driver saw of a call, and its programs."""
+    from tileweave.profile.device import record_on_gpu
+
+    def start() -> Callable[[], Recording]:
+        config = plan.config
+        if hasattr(subject, "start") and config is not None and config.kernel != "library":
+            # its kernel stamps tiles; cuBLAS does not
+            return subject.start(operands, member.group)
+        out = subject.call(operands, member.group)[0]
+        return lambda: Recording(plan, out)
+
+    found = record_on_gpu(start, plan, member.device, member.group)
+    tw.synchronize(member.group)
+    by_rank: list[Any] = [None] * member.world_size
+    dist.all_gather_object(by_rank, (found.recording.events, found.event_us), group=member.group)
+    return merge_gpus(title, [events for events, _ in by_rank], [us for _, us in by_rank])
 
 
 def trace_of_case(member: Member, case: DemoCase) -> Trace:

@@ -33,7 +33,10 @@ def fuzz(
     replay: Annotated[
         str, typer.Option(help="Run this one seed again, and print what happens.")
     ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the counts here: of what is done so far, every few seconds."),
+    ] = None,
 ) -> None:
     """Explore interleavings of the kernels of every operator. Needs no GPU.
 
@@ -52,14 +55,17 @@ def fuzz(
         told = explorer.replay(replay)
         screen.print(told or "nothing goes wrong", markup=False)
         raise typer.Exit(1 if told else 0)
+    said = {"environment": environment(), "first_seed": first} if json is not None else {}
+
+    def keep(report: explorer.Report) -> None:
+        if json is not None:
+            new = json.with_name(f"{json.name}.new")
+            new.write_text(dumps({**said, **report.as_json()}, indent=1) + "\n", "utf-8")
+            new.replace(json)
+
     report = explorer.fuzz(
-        runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds
+        runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds, keep=keep
     )
-    if json is not None:
-        json.write_text(
-            dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1)
-            + "\n"
-        )
     if report.story:
         screen.print(report.story, markup=False)
         raise typer.Exit(1)
@@ -118,7 +124,7 @@ def mutate(
         json.write_text(dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")
     for one in report.judged:
         if one.outcome in ("survived", "unreached"):
-            what = f"survives {one.tried} runs" if one.tried else "is reached by no run"
+            what = f"survives {one.tried} runs" if one.tried else one.how or "is reached by no run"
             screen.print(f"{what}: {one.key} (line {one.line})", markup=False)
     screen.print(
         f"{len(report.judged)} of {report.mutants} mutants: {report.count('found')} found, "

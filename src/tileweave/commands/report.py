@@ -20,11 +20,8 @@ from tileweave.bench.prerequisites import file_for, need_kernels
 from tileweave.commands.options import Device, World, place
 from tileweave.errors import InputError, require
 from tileweave.launcher import Member, is_main_process, launch
-from tileweave.ops.core.registration import SPECS
 from tileweave.profile.trace import Trace
 
-# M, N, K of the traced calls
-ON_GPU, ON_CPU = (4096, 8192, 4096), (128, 256, 128)
 _ALLOWED = "files that `tileweave bench OPERATOR --json FILE` wrote, or folders of them"
 
 
@@ -41,7 +38,7 @@ def report(
         float, typer.Option(min=1, help="With GPUs: start no new case after that, per operator.")
     ] = 30.0,
     traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Record a call of each traced operator.")
+        bool, typer.Option("--traces/--no-traces", help="Record a call of each operator.")
     ] = True,
     world: World = None,
     device: Device = "auto",
@@ -67,7 +64,16 @@ def report(
             launch(bench_several, several, world_size=size, device_type=kind, seconds=limit) or []
         )
     recorded = (
-        launch(traces_of, kind, world_size=size, device_type=kind, seconds=600) if traces else []
+        launch(
+            traces_of,
+            kind,
+            world_size=size,
+            device_type=kind,
+            seconds=600,
+            extra={"TILEWEAVE_STAMPS": "1"},
+        )
+        if traces
+        else []
     )
     if not is_main_process():  # under torchrun rank 0 writes the page
         return
@@ -96,18 +102,18 @@ def paths_here(size: int) -> list[tuple[str, str]]:
 
 
 def traces_of(member: Member, kind: str) -> list[Trace]:
-    """A recorded call of each operator that can be traced on this kind of device. Collective."""
+    """A recorded call of each operator of which something is seen. Collective."""
     import tileweave as tw
     from tileweave.bench.cases import Case
+    from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
 
     dtype = "bfloat16" if kind == "cuda" else "float16"
     found = []
-    for op, spec in SPECS.items():
-        if spec.traced == "stamps" or (spec.traced == "waits" and kind == "cpu"):
-            sizes = ON_GPU if kind == "cuda" else ON_CPU
-            case = Case(op, "report", *sizes, False, "smoke", dtype)
-            found.append(trace_one(member, op, *case.shard(member.world_size), dtype)[0])
+    for op in OPERATORS:
+        shape = samples_of(op).traced[kind == "cuda"]
+        case = Case(op, "report", *shape, False, "smoke", dtype)
+        found.append(trace_one(member, op, *case.shard(member.world_size), dtype)[0])
     tw.close()
     return [trace for trace in found if trace.events]
 

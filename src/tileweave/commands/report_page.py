@@ -16,7 +16,16 @@ from tileweave.bench.report import BLOCKS
 from tileweave.bench.rivals import CORUN, OURS
 from tileweave.commands.doctor import Diagnosis, Fact
 from tileweave.profile.metrics import geometric_mean
-from tileweave.profile.trace import COPY_ENGINE, SEVERAL, Trace, chrome, describe, in_words
+from tileweave.profile.trace import (
+    COPY_ENGINE,
+    GPU_CLOCK,
+    SEVERAL,
+    Trace,
+    chrome,
+    describe,
+    in_words,
+    lane_name,
+)
 
 COLOURS = (
     "#0072B2",
@@ -267,9 +276,10 @@ def _traces(traces: list[Trace]) -> Iterator[str]:
         yield "<p>No call was recorded.</p>"
         return
     yield (
-        "<p>A row is one program of a rank, or its copy engine. Colours are ranks: full, a push of "
-        "that rank or work on its rows; hatched, a wait for it. Blank: not recorded. Point at a "
-        "block to read what it is.</p>"
+        "<p>A row is one program of a rank (on GPUs, one multiprocessor), its kernels, or its "
+        "copies. Colours are ranks: full, a push of that rank or work on its rows; pale, a program "
+        "that runs; hatched, a wait for that rank. Blank: not recorded. Point at a block to read "
+        "what it is.</p>"
     )
     ranks = range(max(trace.world_size for trace in traces))
     hatches = "".join(map(_hatch, (SEVERAL, *ranks)))
@@ -289,10 +299,10 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     lanes = []
     for rank in range(trace.world_size):
         programs = sorted({event.program for event in trace.events if event.rank == rank})
-        engine = [program for program in programs if program == COPY_ENGINE]
-        computing = [program for program in programs if program != COPY_ENGINE]
+        driver = [program for program in programs if program < 0]  # kernels, then copies
+        computing = [program for program in programs if program >= 0]
         step = max(1, math.ceil(len(computing) / _PROGRAMS))
-        lanes += [(rank, program) for program in (*engine, *computing[::step])]
+        lanes += [(rank, program) for program in (*driver, *computing[::step])]
     return lanes
 
 
@@ -302,23 +312,25 @@ def _time_line(trace: Trace) -> str:
     scale = (_WIDTH - _LEFT) / max(trace.end_ns, 1)
     height = (max(at.values(), default=0)) + 2 * _LANE + 10
     unit, ns = ("ms", 1e6) if trace.end_ns > 2e6 else ("us", 1e3)
+    on_gpu = trace.clock == GPU_CLOCK
     marks = [
         f'<text x="0" y="{y + 12}">rank {rank} '
-        f"{'copies' if program == COPY_ENGINE else f'program {program}'}</text>"
+        f"{'copies' if program == COPY_ENGINE else lane_name(program, on_gpu)}</text>"
         for (rank, program), y in at.items()
     ]
     for event in trace.events:
         y = at.get((event.rank, event.program))
         if y is None:
             continue
-        source = event.rank if event.kind == "push" else event.peer
+        source = event.rank if event.kind in ("push", "copy") else event.peer
         fill = f"url(#wait{source})" if event.kind == "wait" else _colour(source)
-        thin = 3 if event.kind == "push" else 0
+        thin = 3 if event.kind in ("push", "copy") else 0
+        pale = ' fill-opacity="0.3"' if event.kind == "program" else ""
         label = f"rank {event.rank}: {describe(event)}, {event.duration_ns / ns:.3g} {unit}"
         marks.append(
             f'<rect x="{_LEFT + event.begin_ns * scale:.1f}" y="{y + 1 + thin}" '
             f'width="{max(event.duration_ns * scale, 0.5):.1f}" height="{_LANE - 3 - 2 * thin}" '
-            f'fill="{fill}"><title>{escape(label)}</title></rect>'
+            f'fill="{fill}"{pale}><title>{escape(label)}</title></rect>'
         )
     for part in range(5):
         x, value = _LEFT + (_WIDTH - _LEFT) * part / 4, trace.end_ns * part / 4 / ns

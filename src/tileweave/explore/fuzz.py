@@ -93,7 +93,8 @@ COSTS = {
     "local/limits of waits": 0.5,
     "local/large sizes": 0.5,
 }
-_CHUNK = 60
+_CHUNK = 60  # seeds that a worker runs at once, of scenarios whose cost is 1
+_KEPT = 5.0  # seconds after which what is done is kept again
 
 
 @dataclass(frozen=True)
@@ -156,27 +157,34 @@ class Report:
 def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str, range]]:
     """Chunks of ``total`` seeds, or a few more, over scenarios, worlds and strategies, with numbers
     from ``first`` on."""
-    parts = sum(1 / COSTS.get(name, 1.0) for name in names) * len(STRATEGIES) * sum(SHARES.values())
+    costs = {name: COSTS.get(name, 1.0) for name in names}
+    parts = sum(1 / cost for cost in costs.values()) * len(STRATEGIES) * sum(SHARES.values())
     work = [
-        (name, world, strategy, range(start, min(start + _CHUNK, end)))
-        for name in names
+        (name, world, strategy, range(start, min(start + size, end)))
+        for name, cost in costs.items()
+        for size in (ceil(_CHUNK / cost),)
         for world, share in SHARES.items()
         for strategy in STRATEGIES
-        for end in (first + ceil(total * share / COSTS.get(name, 1.0) / parts),)
-        for start in range(first, end, _CHUNK)
+        for end in (first + ceil(total * share / cost / parts),)
+        for start in range(first, end, size)
     ]
     # so that a run that ends early has seen a part of each
     work.sort(key=lambda item: item[3].start)
     return work
 
 
-def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
-    """Run these seeds up to the first failure, in a worker."""
+def _work(
+    scenario: str, world: int, strategy: str, numbers: range, until: float | None = None
+) -> Tried:
+    """Run these seeds up to the first failure, in a worker; begin none after ``until``, a time of
+    the monotonic clock."""
     from tileweave.explore.search import Seed, run, shrink, story
 
     began, steps, schedules = time.process_time(), 0, []
     enter = explorer()
     for number in numbers:
+        if until is not None and time.monotonic() > until:
+            break
         found = run(Seed(scenario, world, strategy, number), enter)
         steps += found.steps
         schedules.append(found.schedule)
@@ -242,9 +250,12 @@ def fuzz(
     first: int = 0,
     seconds: float = 0.0,
     show: bool = True,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Explore about ``total`` interleavings, for at most ``seconds`` (0: no limit)."""
+    """Explore about ``total`` interleavings, for at most ``seconds`` (0: no limit). ``keep`` is
+    called with what is done so far, every few seconds and at the end."""
     report, began = Report(), time.monotonic()
+    until, kept = began + seconds if seconds else None, began
     with pool(workers) as processes:
         names = processes.submit(_scenarios, pattern).result()
         work, finished = chunks(names, total, first), 0
@@ -253,13 +264,13 @@ def fuzz(
         with Steps("fuzz", len(work) // part, show) as steps:
             running: set[Future[Tried]] = set()
             while not report.story:
-                late = seconds and time.monotonic() - began > seconds
+                late = until is not None and time.monotonic() > until
                 while (
                     not late
                     and len(running) < 2 * workers
                     and (item := next(left, None)) is not None
                 ):
-                    running.add(processes.submit(_work, *item))
+                    running.add(processes.submit(_work, *item, until))
                 if not running:
                     break
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -274,9 +285,14 @@ def fuzz(
                             if not report.story
                             else ""
                         )
+                report.seconds = time.monotonic() - began
+                if time.monotonic() - kept > _KEPT:
+                    keep(report)
+                    kept = time.monotonic()
             for future in running:
                 future.cancel()
     report.seconds = time.monotonic() - began
+    keep(report)
     return report
 
 

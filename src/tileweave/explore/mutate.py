@@ -21,9 +21,11 @@ import random
 import re
 import select
 import signal
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import zip_longest
@@ -127,10 +129,12 @@ class Prepared:
     """What children share: functions by their place, and which runs reach which statements.
 
     ``chosen``: the mutants. With at most ``FEW`` of them few runs show what is reached, and none
-    with absent ranks.
+    with absent ranks. ``workers`` forks make these runs, after the first of each scenario.
     """
 
-    def __init__(self, enter: Callable[[Any], None], chosen: list[Mutant]) -> None:
+    def __init__(
+        self, enter: Callable[[Any], None], chosen: list[Mutant], workers: int = 1
+    ) -> None:
         from tileweave.explore import search, tasks
 
         self.enter, self.search = enter, search
@@ -144,26 +148,36 @@ class Prepared:
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
         self.absent: list[Any] = []
         took: dict[Any, float] = {}
-        shown = SHOWN if len(chosen) > FEW else SHOWN[:1]
-        for world, strategy, number in shown:
-            for name in self.names:
-                self.functions.clear_caches()  # what they have is not made again
-                seed, began = search.Seed(name, world, strategy, number), time.process_time()
-                for statement in statements.reached(lambda s=seed: search.run(s, enter)):
-                    self.runs[statement].append(seed)
-                took[seed] = time.process_time() - began
+
+        def show(seed: Any) -> tuple[list[int], float]:
+            self.functions.clear_caches()  # what they have is not made again
+            began = time.process_time()
+            reached = statements.numbers(lambda: search.run(seed, enter))
+            return sorted(reached), time.process_time() - began
+
+        shown = [
+            [search.Seed(name, world, strategy, number) for name in self.names]
+            for world, strategy, number in (SHOWN if len(chosen) > FEW else SHOWN[:1])
+        ]
+        # the first run of each scenario here, since it makes what all others share
+        more = [seed for seeds in shown[1:] for seed in seeds]
+        results = [show(seed) for seed in shown[0]] + _in_forks(more, lambda: show, workers)
+        for seed, (reached, seconds) in zip([*shown[0], *more], results, strict=True):
+            took[seed] = seconds
+            for statement in reached:
+                self.runs[statements.names[statement]].append(seed)
         by_name = search.by_name()
         for seeds in self.runs.values():  # those of these kernels alone first, and cheap ones
             seeds.sort(key=lambda s: (getattr(by_name[s.scenario], "sends", True), took[s]))
         if len(chosen) > FEW:
-            self._show_absence(statements)
+            self._show_absence(statements, workers)
         statements.restore()
         tasks.MAX_STEPS = MOST_STEPS
         gc.collect()
         gc.freeze()
 
-    def _show_absence(self, statements: _Statements) -> None:
-        """Fill ``cases``, in a fork: it replaces waits."""
+    def _show_absence(self, statements: _Statements, workers: int) -> None:
+        """Fill ``cases``, in forks: it replaces waits."""
         from tileweave.explore.absent import Absence, cases
 
         for how in HOWS:
@@ -171,19 +185,11 @@ class Prepared:
             most = {case.scenario: case.programs for case in all_cases}  # the last ones
             self.absent += [c for c in all_cases if c.seed == 0 and c.programs == most[c.scenario]]
 
-        def show(into: int) -> None:
+        def begin() -> Callable[[Any], list[int]]:
             absence = Absence(self.enter)
-            found = [
-                sorted(statements.numbers(lambda c=case: absence.found(c))) for case in self.absent
-            ]
-            with os.fdopen(into, "w") as pipe:
-                json.dump(found, pipe)
+            return lambda case: sorted(statements.numbers(lambda: absence.found(case)))
 
-        child, out = _forked(show)
-        with os.fdopen(out) as pipe:
-            found = json.load(pipe)
-        os.waitpid(child, 0)
-        for number, reached in enumerate(found):
+        for number, reached in enumerate(_in_forks(self.absent, begin, workers)):
             for statement in reached:
                 self.cases[statements.names[statement]].append(number)
 
@@ -287,9 +293,6 @@ class _Statements:
         run()
         return set(self._seen)
 
-    def reached(self, run: Callable[[], object]) -> list[tuple[Place, int]]:
-        return [self.names[number] for number in self.numbers(run)]
-
     def restore(self) -> None:
         for function, code in self._before:
             function.__code__ = code
@@ -389,8 +392,38 @@ def _forked(work: Callable[[int], None]) -> tuple[int, int]:
     return child, out
 
 
-def _judge(chosen: list[Mutant], workers: int, seconds: float) -> Iterator[Judged]:
-    """In a process whose kernels are interpreted: run all of ``chosen``."""
+def _in_forks(
+    items: list[Any], begin: Callable[[], Callable[[Any], Any]], workers: int
+) -> list[Any]:
+    """``begin()(item)`` of each item, as JSON has it, in the order of items. ``workers`` forks
+    share them; each calls ``begin`` once."""
+
+    def share(first: int) -> Callable[[int], None]:
+        def work(into: int) -> None:
+            one = begin()
+            found = [one(item) for item in items[first::workers]]
+            with os.fdopen(into, "w") as pipe:
+                json.dump(found, pipe)
+
+        return work
+
+    results: list[Any] = [None] * len(items)
+    forks = [_forked(share(first)) for first in range(min(workers, len(items)))]
+    for first, (child, out) in enumerate(forks):
+        with os.fdopen(out) as pipe:
+            text = pipe.read()
+        status = os.waitpid(child, 0)[1]
+        if status:
+            raise RuntimeError(f"a process that shows what runs reach ends with status {status}")
+        results[first::workers] = json.loads(text)
+    return results
+
+
+def _judge(
+    chosen: list[Mutant], workers: int, seconds: float, until: float | None = None
+) -> Generator[Judged, None, None]:
+    """In a process whose kernels are interpreted: run all of ``chosen``, of which none begins after
+    ``until``, a time of the monotonic clock. No child is left when this ends, however it ends."""
     import torch
 
     from tileweave.explore.interpreter import exploring
@@ -398,38 +431,49 @@ def _judge(chosen: list[Mutant], workers: int, seconds: float) -> Iterator[Judge
     torch.set_num_threads(1)
     known = explanations()
     with exploring() as enter:
-        prepared = Prepared(enter, chosen)
+        prepared = Prepared(enter, chosen, workers)
         waiting = list(reversed(chosen))
         running: dict[int, tuple[int, Mutant, list[bytes]]] = {}
-        while waiting or running:
-            while waiting and len(running) < workers:
-                mutant = waiting.pop()
-                if not any(prepared.reach(mutant)):
-                    yield _outcome(mutant, "unreached", "", 0, 0.0, known)
-                    continue
-                child, out = _forked(lambda into, m=mutant: _child(prepared, m, seconds, into))
-                running[out] = (child, mutant, [])
-            if not running:
-                break
-            for out in select.select(list(running), [], [])[0]:
-                child, mutant, parts = running[out]
-                parts.append(os.read(out, 65536))
-                if parts[-1]:
-                    continue
-                os.close(out)
-                del running[out]
-                status = os.waitpid(child, 0)[1]
-                text = b"".join(parts)
-                if not text.startswith(PUT_IN):
-                    raise RuntimeError(f"{mutant.key} cannot be put in")
-                text = text.removeprefix(PUT_IN)
-                if text:
-                    how, tried, spent = json.loads(text)
-                    yield _outcome(mutant, "found" if how else "survived", how, tried, spent, known)
-                else:
-                    ended = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-                    how = "does not end" if ended else f"the process ends with status {status}"
-                    yield _outcome(mutant, "found", how, 0, LONGEST, known)
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    if until is not None and time.monotonic() > until:
+                        waiting.clear()
+                        break
+                    mutant = waiting.pop()
+                    if not any(prepared.reach(mutant)):
+                        yield _outcome(mutant, "unreached", "", 0, 0.0, known)
+                        continue
+                    child, out = _forked(lambda into, m=mutant: _child(prepared, m, seconds, into))
+                    running[out] = (child, mutant, [])
+                for out in select.select(list(running), [], [])[0] if running else ():
+                    child, mutant, parts = running[out]
+                    parts.append(os.read(out, 65536))
+                    if parts[-1]:
+                        continue
+                    os.close(out)
+                    status = os.waitpid(child, 0)[1]
+                    del running[out]
+                    yield _ended(mutant, b"".join(parts), status, known)
+        finally:
+            for child, _, _ in running.values():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _ended(
+    mutant: Mutant, text: bytes, status: int, known: list[tuple[re.Pattern[str], str]]
+) -> Judged:
+    """The result of a child, which has written ``text`` and ended with ``status``."""
+    if not text.startswith(PUT_IN):
+        return _outcome(mutant, "survived", "cannot be put in", 0, 0.0, known)
+    text = text.removeprefix(PUT_IN)
+    if text:
+        how, tried, spent = json.loads(text)
+        return _outcome(mutant, "found" if how else "survived", how, tried, spent, known)
+    ended = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    how = "does not end" if ended else f"the process ends with status {status}"
+    return _outcome(mutant, "found", how, 0, LONGEST, known)
 
 
 def _outcome(
@@ -471,10 +515,12 @@ def _named(there: list[Mutant], names: Path) -> list[Mutant]:
     return chosen
 
 
-def _send(chosen: list[Mutant], workers: int, seconds: float, to: Any) -> None:
+def _send(chosen: list[Mutant], workers: int, seconds: float, until: float | None, to: Any) -> None:
     """The process of :func:`mutate`."""
-    for judged in _judge(chosen, workers, seconds):
-        to.send(judged)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its children
+    with closing(_judge(chosen, workers, seconds, until)) as found:
+        for judged in found:
+            to.send(judged)
     to.send(None)
 
 
@@ -514,9 +560,8 @@ def mutate(
     every = max(len(chosen) // 40, 1)
     with pool(1), Steps("mutate", -(-len(chosen) // every), show) as steps:  # for its environment
         receive, send = get_context("spawn").Pipe(duplex=False)
-        process = get_context("spawn").Process(
-            target=_send, args=(chosen, workers, seconds, send), daemon=False
-        )
+        given = (chosen, workers, seconds, began + most if most else None, send)
+        process = get_context("spawn").Process(target=_send, args=given, daemon=False)
         process.start()
         send.close()
         try:
@@ -525,7 +570,6 @@ def mutate(
                 if log is not None:
                     with log.open("a") as lines:
                         lines.write(json.dumps(judged._asdict()) + "\n")
-                late = most and time.monotonic() - began > most
                 spent, done = time.monotonic() - began, len(report.judged) - before
                 if done % every == 0 or done == len(chosen):
                     left = spent / done * (len(chosen) - done)
@@ -534,8 +578,6 @@ def mutate(
                         f"{report.count('found')} found, {report.count('explained')} explained, "
                         f"{report.count('survived')} survive, {report.count('unreached')} unreached"
                     )
-                if late:
-                    break
         finally:
             process.terminate()
             process.join()

@@ -382,7 +382,7 @@ def large_sizes(world: World, rank: int, seed: int) -> Found:
     peers: Any = ()
     gather = shard_launches(peers, 2, 0, (2, 4), 1).end_gather
     made, cut = constants([], (), 1, 4, EmbeddingConfig()), EmbeddingConfig()
-    bags = launcher(peers, 0, 2, Samples(2, 1, 1), 0, made, False, 1, cut)
+    bags = launcher(peers, 0, 2, Samples(2, 1, 1, 2), 0, made, False, 1, cut)
     small = torch.zeros(1, dtype=torch.int64)
     variants = []
     for size in (2**31 - 1, 2**31):

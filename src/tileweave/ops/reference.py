@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, rms_norm, silu
 
+from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.ops.matmul.scaled import ScaledProduct
@@ -401,6 +402,17 @@ def gradient_to_owners(
 # may capture a call; sizes are bounds.
 
 
+def _on_host(offsets: torch.Tensor) -> list[int]:
+    """Where rows of experts begin, for matmuls of one expert each."""
+    require(
+        not (offsets.is_cuda and torch.cuda.is_current_stream_capturing()),
+        "a CUDA graph of an unfused expert operator that torch._grouped_mm does not take",
+        "calls outside graphs, or bfloat16 with rows of 16 bytes",
+        "ask tw.explain why the call is not fused, or capture without it",
+    )
+    return offsets.tolist()
+
+
 def grouped_matmul(
     rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
@@ -412,7 +424,7 @@ def grouped_matmul(
     if _has_grouped_kernel(rows, experts):
         return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
     out = rows.new_zeros(rows.shape[0], experts.shape[1])
-    ends = offsets.tolist()
+    ends = _on_host(offsets)
     for expert, (begin, end) in enumerate(pairwise(ends)):
         torch.mm(rows[begin:end], experts[expert].t(), out=out[begin:end])
     return out
@@ -425,7 +437,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
     """
     if _has_grouped_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets[1:])
-    ends = offsets.tolist()
+    ends = _on_host(offsets)
     products = [left[b:e].t() @ right[b:e] for b, e in pairwise(ends)]
     return torch.stack(products)
 
@@ -445,16 +457,20 @@ def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
     )
 
 
-def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_rows(
+    x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """x [T, H] of this rank's tokens -> [bound, H]: the token of each row of this rank's experts.
 
-    Undefined after the last row.
+    Undefined after the last row. ``group``: None for this rank alone.
     """
     padded = x
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
         padded[: plan.tokens] = x
-    everyone = padded if plan.world_size == 1 else collectives.all_gather(padded, group)
+    everyone = padded
+    if group is not None and plan.world_size > 1:
+        everyone = collectives.all_gather(padded, group)
     entry = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0))
     return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
 
@@ -482,20 +498,30 @@ def grouped_matmul_combine(
 ) -> torch.Tensor:
     """Grouped matmul, weighted sums per rank, and their sum over ranks: z [T, H].
 
-    Sums per rank are added in fp32 in order of j, and rounded. Every rank sends a partial sum for
-    every token, also zeros, so sizes are known without waiting for the device.
+    Every rank sends a partial sum for every token, also zeros, so sizes are known without waiting
+    for the device.
     """
+    everyone = None if weights is None else gather_weights(weights, plan, group)
+    partial = sums_of_tokens(y, experts, plan, everyone)
+    return collectives.reduce_scatter(partial, group)[: plan.tokens].clone()
+
+
+def sums_of_tokens(
+    y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, everyone: torch.Tensor | None
+) -> torch.Tensor:
+    """The weighted sum of each token over this rank's experts, [R * max_tokens, H]: added in fp32
+    in order of j, and rounded. ``everyone``: weights of all entries."""
     products = grouped_matmul(y, experts, plan.offsets)
     rows = plan.entry_row.view(-1, plan.topk)
-    everyone = None if weights is None else gather_weights(weights, plan, group).view(-1, plan.topk)
+    factors = None if everyone is None else everyone.view(-1, plan.topk)
     partial = torch.zeros(rows.shape[0], experts.shape[1], dtype=torch.float32, device=y.device)
     for j in range(plan.topk):
         here = (rows[:, j] >= 0)[:, None]
         value = products[rows[:, j].clamp(min=0).long()].float()
-        value = value if everyone is None else value * everyone[:, j, None]
+        value = value if factors is None else value * factors[:, j, None]
         # after the product: a choice without an expert adds 0, whatever its weight
         partial += torch.where(here, value, 0.0)
-    return collectives.reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
+    return partial.to(y.dtype)
 
 
 def dispatch_grouped_matmul(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.planning.schedules.grouped import GroupedProblem
+from tileweave.planning.schedules.grouped import GroupedProblem, over_nodes
 
 # Rows of one token on one rank that the Hopper kernel can count: LENGTH in
 # ``kernels/experts/combine_hopper_tasks.py``.
@@ -33,6 +33,7 @@ class CombineConfig:
     num_reduce, num_finish : programs that reduce and that finish (``"triton"``). The Hopper kernel
         has a warp partition for both.
     programs_per_sm : programs that multiply, per multiprocessor.
+    nodes : of the group, as in a ``DispatchConfig``.
     """
 
     kernel: KernelName
@@ -49,9 +50,12 @@ class CombineConfig:
     num_reduce: int = 16
     num_finish: int = 8
     programs_per_sm: int = 1
+    nodes: int = 1
 
     def __str__(self) -> str:
         """The summary that a plan shows; repr has every field."""
+        if self.kernel == "library":
+            return "torch's grouped matmul"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {tile}, {self.num_stages} stages, {self.chunks} chunks"
 
@@ -96,6 +100,9 @@ def plan_combine(
     """The plan of a grouped_matmul_combine: what can run, then what is fastest. The same on all
     ranks."""
     s = shape
+    if s.nodes > 1:
+        inside = plan_combine(s.in_node, machine, interpreting)
+        return over_nodes(s, inside, _ALONE, machine, interpreting)
     if s.world_size == 1:
         return Plan("local", "a group of one rank has nothing to send")
     reason = why_unfused(
@@ -118,6 +125,7 @@ def plan_combine(
     return Plan("fused", reason, config)
 
 
+_ALONE = CombineConfig("library", 16, 32, 64, 1, 4)
 # for shapes that TMA or the Hopper kernel cannot take
 _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
 

@@ -90,6 +90,7 @@ _SHEETS = {
     "B300": DataSheet(2250e12, 8.0e12, 148, 900e9),
     "MI300X": DataSheet(1307e12, 5.3e12, 304, 448e9),
 }
+DEVICES = tuple(_SHEETS)
 
 
 def data_sheet(machine: Machine) -> DataSheet:

@@ -193,6 +193,10 @@ def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     sent = rows * width * p.itemsize
     if sent < _LEAST_BYTES or rows < _LEAST_ROWS:
         return Plan("unfused", f"{where}: {sent} bytes in {rows} rows are too little to hide")
+    # of an all-gather the own shard's, while others come; otherwise those of the last rows
+    hidden = rows * p.cols * p.depth // (p.nodes if op == "matmul_all_reduce" else 1)
+    if each == 1 and hidden < _CHUNK_PRODUCTS:
+        return Plan("unfused", f"{where}: {hidden} multiply-adds are too few to hide anything")
     return Plan(
         "fused", f"{where}; {sent} bytes cross per rank", _chunks_config(_chunks(op, p, rows))
     )
@@ -311,8 +315,8 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
 
 
 # What is sent between nodes has at least: bytes that take 40 us at 400 Gb/s, more than NCCL takes
-# to begin; rows, whose matmul is about one wave of tiles. One more chunk costs about 200 us over
-# sockets, in which an H100 has this many multiply-adds, and less over InfiniBand.
+# to begin; rows, whose matmul is about one wave of tiles. One more chunk, or a call at all, costs
+# about 200 us over sockets, in which an H100 has this many multiply-adds, and less over InfiniBand.
 _LEAST_BYTES, _LEAST_ROWS, _CHUNK_PRODUCTS = 2 << 20, 256, 1 << 36
 _MOST_CHUNKS = 4
 _NEAR = 0.5  # distance from a table's entry, in octaves, up to which its config is taken

@@ -15,13 +15,15 @@ from importlib import resources
 from typing import Any
 
 from tileweave.errors import InputError, require
+from tileweave.planning.costs import DEVICES
 from tileweave.planning.problem import FUSED_WORLD_SIZES, SCALES, MatmulConfig, Problem
 from tileweave.planning.table import read_config
 
 _REMEDY = "measure again: tileweave tune"
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 _SHAPE = ("world_size", "rows", "cols", "depth", "dtype", "us")
-_SOMETIMES = {"scales", "nodes"}  # of FP8 operands; of ranks on several nodes
+# of FP8 operands; of ranks on several nodes; of times of a device other than the one that plans
+_SOMETIMES = {"scales", "nodes", "device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,14 @@ class Measurement:
     op : the operator.
     problem : its sizes, as the operator's planner counts them.
     us : candidate -> microseconds of a call in a CUDA graph; None is the unfused path.
+    device : a name in ``planning.costs``, as "H200", of the device that was measured; "": the one
+        that plans.
     """
 
     op: str
     problem: Problem
     us: Mapping[MatmulConfig | None, float]
+    device: str = ""
 
     def fastest(self) -> MatmulConfig | None:
         """The fastest candidate; the unfused path if it is as fast."""
@@ -44,8 +49,8 @@ class Measurement:
 
 @cache
 def packaged(op: str) -> tuple[Measurement, ...]:
-    """What was measured of ``op`` for this package: on two H100, of a few shapes on four H200, and
-    with FP8 operands on two H200."""
+    """What was measured of ``op`` for this package: on two H100, two H200, of a few shapes on four
+    H200, and with FP8 operands on two H200."""
     found = resources.files("tileweave.planning") / "measured" / f"{op}.json"
     if not found.is_file():
         return ()
@@ -93,6 +98,7 @@ def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: s
         and ("scales" in raw) == (raw["dtype"] == "float8_e4m3fn")
         and all(type(raw[name]) is int and 0 < raw[name] < 2**31 for name in _SHAPE[:4])
         and raw["world_size"] in FUSED_WORLD_SIZES
+        and raw.get("device", "") in ("", *DEVICES)
         and _may_be_nodes(raw.get("nodes"), raw["world_size"])
         and raw["dtype"] in _ITEMSIZE
         and isinstance(raw["us"], list)
@@ -103,14 +109,15 @@ def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: s
     require(
         good,
         where,
-        f"{', '.join(_SHAPE)}, scales of FP8, nodes if several: a time or null for each config",
+        f"{', '.join(_SHAPE)}, scales of FP8, nodes if several, device if another: a time or null "
+        "for each config",
         _REMEDY,
     )
     world_size, rows, cols, depth = (raw[name] for name in _SHAPE[:4])
     problem = Problem(world_size, rows, cols, depth, _ITEMSIZE[raw["dtype"]], raw["dtype"])
     problem = replace(problem, scales=raw.get("scales", ""), nodes=raw.get("nodes", 1))
     times = {c: float(us) for c, us in zip(configs, raw["us"], strict=True) if us is not None}
-    return Measurement(op, problem, times)
+    return Measurement(op, problem, times, raw.get("device", ""))
 
 
 def _may_be_nodes(nodes: Any, world_size: int) -> bool:
@@ -136,6 +143,7 @@ def write_measurements(op: str, measurements: Iterable[Measurement]) -> str:
             "dtype": one.problem.dtype,
             **({"scales": one.problem.scales} if one.problem.fp8 else {}),
             **({"nodes": one.problem.nodes} if one.problem.nodes > 1 else {}),
+            **({"device": one.device} if one.device else {}),
             "us": [None if c not in one.us else round(one.us[c], 2) for c in (None, *configs)],
         }
         for one in found

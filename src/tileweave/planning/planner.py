@@ -1,10 +1,11 @@
 """The fastest candidate of a problem by prediction.
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
-to take for shapes nearby, relative to the closed form there. On 230 random shapes, each left out of
-the measurements in turn, the choice took 1.3 % longer than the fastest candidate in the mean. A
-candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
-predicted with caution (:data:`_UNTRIED`). No torch, no triton.
+to take for shapes nearby, relative to the closed form there; times of another device count less
+(:data:`_OTHER_DEVICE`). On 172 random shapes of two H200, each left out of the measurements in
+turn, the choice took 1.8 % longer than the fastest candidate in the mean. A candidate that was
+never measured on a machine of this kind is not chosen; those of FP8 operands are predicted with
+caution (:data:`_UNTRIED`). No torch, no triton.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cache
 
 from tileweave.planning import choices
 from tileweave.planning.candidates import candidates
-from tileweave.planning.costs import Costs, data_sheet, load_calibration
+from tileweave.planning.costs import Costs, DataSheet, data_sheet, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.measurements import Measurement, packaged
 from tileweave.planning.predict import host_seconds, seconds
@@ -23,6 +24,8 @@ from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
 _FAR = 0.3  # weight of the median over all measurements
+_OTHER_DEVICE = 0.25  # weight of a time of another kind of device
+_OTHER_SCALES = 0.5  # weight of a time with FP8 scales of another kind
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
@@ -32,29 +35,41 @@ _PROMOTED = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One measured time of a candidate: where, and log(measured / closed form)."""
+    """One measured time of a candidate: at which of the measured shapes, and log(measured / closed
+    form) on the device that was measured."""
 
-    place: tuple[float, ...]
+    shape: int
     log_ratio: float
 
 
 class Planner:
     """Predictions for one operator on one machine."""
 
-    def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
+    def __init__(
+        self,
+        op: str,
+        machine: Machine,
+        known: tuple[Measurement, ...],
+        akin: tuple[Measurement, ...] = (),
+    ) -> None:
+        """``akin``: of FP8 operands with scales of another kind, which count less."""
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
-        sheet = data_sheet(machine)
-        self._costs, self._link = (
-            Costs(sheet, load_calibration("h100").coefficients),
-            sheet.link_rate,
-        )
+        self._sheet = data_sheet(machine)
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
-        for one in known:
-            place = _place(one.problem)
+        self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
+        self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
+        for number, one in enumerate((*known, *akin)):
+            sheet = (
+                data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
+            )
+            counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            if number >= len(known):
+                counts *= _OTHER_SCALES
+            self._shapes.append((_place(one.problem), counts))
             for config, us in one.us.items():
-                ratio = math.log(us * 1e-6 / self.closed_form(one.problem, config))
-                self._points.setdefault(config, []).append(_Point(place, ratio))
+                ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
+                self._points.setdefault(config, []).append(_Point(number, ratio))
         self._medians = {
             config: sorted(point.log_ratio for point in points)[len(points) // 2]
             for config, points in self._points.items()
@@ -62,7 +77,7 @@ class Planner:
 
     def closed_form(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds by the cost model alone."""
-        return seconds(self.op, p, config, self._costs, self._link)
+        return _closed_form(self.op, p, config, self._sheet)
 
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds, corrected by measurements nearby; rounded, so that ranks with different math
@@ -72,15 +87,23 @@ class Planner:
             known, caution = _in_16_bits(config), _UNTRIED
             if config.kernel != "library" and not p.keeps_sums:
                 caution *= _PROMOTED
-        place, weights, total = _place(p), 0.0, 0.0
+        near, weights, total = self._weights(_place(p)), 0.0, 0.0
         for point in self._points.get(known, ()):
-            far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
-            weight = math.exp(-far / (2.0 * _OCTAVES**2))
-            weights += weight
-            total += weight * point.log_ratio
+            weights += near[point.shape]
+            total += near[point.shape] * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
         device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
         return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
+
+    def _weights(self, place: tuple[float, ...]) -> list[float]:
+        """How much each measured shape says about this place. Kept, because all candidates ask."""
+        if self._near is None or self._near[0] != place:
+            found = [
+                counts * math.exp(-(math.dist(place, there) ** 2) / (2.0 * _OCTAVES**2))
+                for there, counts in self._shapes
+            ]
+            self._near = place, found
+        return self._near[1]
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first. Of FP8
@@ -90,7 +113,7 @@ class Planner:
             c
             for c in candidates(self.op, p, self.machine)
             if c in self._points
-            or (untried and (c.kernel == "library" or self._ran_with_fp8(c, p)))
+            or (untried and (c.kernel == "library" or _in_16_bits(c) in self._points))
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
@@ -100,11 +123,14 @@ class Planner:
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
 
-    def _ran_with_fp8(self, config: MatmulConfig, p: Problem) -> bool:
-        """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
-        16 bits. Others wait for a tuner, which checks them."""
-        right = self.op != "matmul_all_reduce" and (config.tile_n <= 128 or p.keeps_sums)
-        return right and _in_16_bits(config) in self._points
+
+def _closed_form(op: str, p: Problem, config: MatmulConfig | None, sheet: DataSheet) -> float:
+    return seconds(op, p, config, _costs_of(sheet), sheet.link_rate)
+
+
+@cache
+def _costs_of(sheet: DataSheet) -> Costs:
+    return Costs(sheet, load_calibration("h100").coefficients)
 
 
 def _in_16_bits(config: MatmulConfig) -> MatmulConfig:
@@ -127,9 +153,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     """The planner of ``op`` with all that is known of ``machine``.
 
     ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls, nor about those with scales of another kind; but where nothing was measured with scales
-    of tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
-    were never measured with these scales.
+    calls, and less about those with scales of another kind; but where nothing was measured with
+    scales of tensors, those of rows do, which take as long. Those of 16-bit operands correct
+    configs that were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -146,12 +172,13 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     own = [one for one in eight if one.problem.scales == scales] or [
         one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
+    akin = [one for one in eight if one not in own]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
         for one in wide
     ]
-    return Planner(op, machine, (*own, *others))
+    return Planner(op, machine, (*own, *others), tuple(akin))
 
 
-choices.on_change(planner_of.cache_clear)
+choices.on_install(planner_of.cache_clear)

@@ -107,6 +107,7 @@ class EmbeddingConfig:
         hidden.
     run : how many blocks of bags of one table are done before the same number of the next table.
         0: all of them, one table after the other. 1: rows of the result are written whole.
+    nodes : of the group. Vectors for other nodes are pooled before those for the own one.
     """
 
     bags: int = 16
@@ -115,6 +116,7 @@ class EmbeddingConfig:
     programs_per_sm: int = 6
     lag: int = 8
     run: int = 0
+    nodes: int = 1
 
     def run_of(self, blocks: int) -> int:
         """``run`` for tables of ``blocks`` blocks."""
@@ -144,13 +146,26 @@ def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> Em
 
 
 def plan_embedding(
-    world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool
+    world_size: int,
+    row_bytes: int,
+    pooling: float,
+    machine: Machine,
+    interpreting: bool,
+    nodes: int = 1,
 ) -> Plan[EmbeddingConfig]:
     """The plan of a call: what can run, then what is fastest.
 
     The path depends only on facts that all ranks share. ``row_bytes`` and ``pooling`` may differ;
-    they choose the config.
+    they choose the config. ``nodes``: into which the ranks are divided equally.
     """
+    if nodes > 1:
+        near = world_size // nodes
+        inside = plan_embedding(near, row_bytes, pooling, machine, interpreting)
+        where = f"{nodes} nodes x {near}"
+        if inside.config is None:
+            return Plan("unfused", f"{where}: {inside.reason}")
+        reason = f"{where}, vectors cross in slices; {row_bytes} bytes per row"
+        return Plan("fused", reason, _over_nodes(inside.config, nodes))
     config = config_for(row_bytes, pooling, machine.backend == "cpu")
     if machine.backend == "cpu" and not interpreting:
         return Plan(
@@ -168,6 +183,11 @@ def plan_embedding(
     return Plan(
         "fused", f"stores to the samples' owners, {row_bytes} bytes per row", _interleaved(config)
     )
+
+
+@cache
+def _over_nodes(config: EmbeddingConfig, nodes: int) -> EmbeddingConfig:
+    return replace(config, nodes=nodes)
 
 
 @cache

@@ -12,7 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tileweave.profile.trace import COPY_ENGINE, SEVERAL, Event, Trace, summary
+from tileweave.profile.trace import (
+    COPY_ENGINE,
+    GPU_CLOCK,
+    SEVERAL,
+    Event,
+    Trace,
+    lane_name,
+    summary,
+)
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart, for eight ranks.
 RANK_COLOURS = (
@@ -65,7 +73,13 @@ def _kinds(traces: Sequence[Trace]) -> set[str]:
 
 def _heading(traces: Sequence[Trace]) -> str:
     """A heading that names only what was recorded."""
-    words = {"push": "pushes", "compute": "computations", "wait": "waits of each rank"}
+    words = {
+        "kernel": "kernels",
+        "copy": "copies",
+        "push": "pushes",
+        "compute": "computations",
+        "wait": "waits of each rank",
+    }
     seen = _kinds(traces)
     text = (
         ", ".join(word for kind, word in words.items() if kind in seen).capitalize()
@@ -79,12 +93,15 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     lanes = []
     for rank in range(trace.world_size):
         programs = sorted({event.program for event in trace.events if event.rank == rank})
-        computing = [program for program in programs if program != COPY_ENGINE]
+        computing = [program for program in programs if program > COPY_ENGINE]
         if len(computing) > _MOST_ROWS:
             step = (len(computing) - 1) / (_MOST_ROWS - 1)
             computing = [computing[round(i * step)] for i in range(_MOST_ROWS)]
-        engine = [COPY_ENGINE] if COPY_ENGINE in programs else []
-        lanes += [(rank, program) for program in (engine + computing or [0])]
+        # kernels, then copies
+        driver = sorted(
+            (program for program in programs if program < 0), key=lambda p: (p == COPY_ENGINE, -p)
+        )
+        lanes += [(rank, program) for program in (driver + computing or [0])]
     return lanes
 
 
@@ -97,7 +114,11 @@ def draw_time_line(axes: Axes, trace: Trace) -> None:
         y = place.get((event.rank, event.program))
         if y is not None:
             _draw_event(axes, event, y, scale)
-    axes.set_yticks(list(place.values()), [_lane_name(lane, lanes) for lane in lanes], fontsize=8)
+    axes.set_yticks(
+        list(place.values()),
+        [_lane_name(lane, lanes, trace.clock == GPU_CLOCK) for lane in lanes],
+        fontsize=8,
+    )
     axes.set_ylim(min(place.values()) - 0.6, 0.6)
     axes.set_xlim(0, trace.end_ns / scale or 1.0)
     axes.set_xlabel(f"time, {unit}   ({trace.clock})", fontsize=9)
@@ -110,18 +131,25 @@ def draw_time_line(axes: Axes, trace: Trace) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _lane_name(lane: tuple[int, int], lanes: list[tuple[int, int]]) -> str:
+def _lane_name(lane: tuple[int, int], lanes: list[tuple[int, int]], on_gpu: bool) -> str:
     rank, program = lane
-    alone = sum(other == rank and number != COPY_ENGINE for other, number in lanes) == 1
-    what = "copies" if program == COPY_ENGINE else "kernel" if alone else f"program {program}"
+    alone = sum(other == rank and number >= 0 for other, number in lanes) == 1
+    if program == COPY_ENGINE:
+        what = "copies"
+    elif program < 0 or on_gpu:
+        what = lane_name(program, on_gpu).replace("multiprocessor", "SM")
+    else:
+        what = "kernel" if alone else f"program {program}"
     return f"rank {rank} {what}"
 
 
 def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
     begin, width = event.begin_ns / scale, max(event.duration_ns / scale, 1e-9)
-    source = event.rank if event.kind == "push" else event.peer
+    source = event.rank if event.kind in ("push", "copy") else event.peer
     colour = _SEVERAL_COLOUR if source == SEVERAL else RANK_COLOURS[source % len(RANK_COLOURS)]
-    if event.kind == "compute":
+    if event.kind == "program":
+        axes.broken_barh([(begin, width)], (y - 0.38, 0.76), facecolor=colour, alpha=0.3)
+    elif event.kind in ("compute", "kernel"):
         axes.broken_barh(
             [(begin, width)], (y - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.3
         )
@@ -150,7 +178,7 @@ def legend_of(traces: Sequence[Trace]) -> list[Patch]:
     ]
     if any(event.peer == SEVERAL and event.kind != "push" for event in events):
         entries.append(Patch(facecolor=_SEVERAL_COLOUR, label="several ranks"))
-    pushers = {event.program == COPY_ENGINE for event in events if event.kind == "push"}
+    pushers = {event.program == COPY_ENGINE for event in events if event.kind in ("push", "copy")}
     grey, kinds = "#bbbbbb", _kinds(traces)
     if False in pushers:
         entries.append(
@@ -164,6 +192,10 @@ def legend_of(traces: Sequence[Trace]) -> list[Patch]:
     if True in pushers:
         label = 'rows "copies": push by a copy engine, in the colour of the sender'
         entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label=label))
+    if "kernel" in kinds:
+        entries.append(Patch(facecolor=grey, edgecolor="white", label="kernel of that rank"))
+    if "program" in kinds:
+        entries.append(Patch(facecolor=grey, alpha=0.3, label="program of a kernel of that rank"))
     if "compute" in kinds:
         entries.append(
             Patch(facecolor=grey, edgecolor="white", label="compute on rows of that rank")

@@ -2,8 +2,8 @@
 waited for.
 
 Pushes by copy engines have no stamps. On the CPU, where the copy engine is a thread of this
-process, :func:`record` notes when it worked. On GPUs the trace shows waits and computations only,
-and signals are counted when they are queued.
+process, :func:`record` notes when it worked. On GPUs ``profile/device.py`` adds them, and signals
+are counted when they are queued.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tileweave.ops.core.registry import group_of, interpreting, name_of, workspa
 from tileweave.ops.matmul import all_gather_matmul as ag
 from tileweave.planning.matmul import schedule_for
 from tileweave.planning.problem import Plan, Problem
-from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.gather import TileSchedule, push_order
 from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
 from tileweave.transport.interface import Copy, Transport
 from tileweave.transport.protocol import MAX_SLICES
@@ -85,6 +86,18 @@ def record(
 ) -> Recording:
     """Record one all_gather_matmul with time stamps. Collective and synchronous. There are no
     events if the plan is not fused."""
+    return start_record(x, w, bias, group=group)()
+
+
+def start_record(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[[], Recording]:
+    """Queue the call of :func:`record`. What it returns waits for the device, and makes the
+    recording."""
     name = name_of(group)
     size = dist.get_world_size(group_of(name))
     plan = ag.plan(x, w, topology_of(group_of(name), x.device))
@@ -93,7 +106,7 @@ def record(
         out = ag.all_gather_matmul(x, w, bias, group=name)
         assert isinstance(out, torch.Tensor), "one result without return_gathered"
         sent = (size - 1) * x.numel() * x.element_size() if plan.path == "unfused" else 0
-        return Recording(plan, out, sent_bytes=sent)
+        return partial(Recording, plan, out, sent_bytes=sent)
     transport = workspace_of(name, x.device).transport
     shape, nodes = (x.shape[0], w.shape[0], x.shape[1]), transport.topology.nodes
     problem = Problem(size, *shape, x.element_size(), "", nodes)
@@ -106,8 +119,31 @@ def record(
     out = x.new_empty(size * x.shape[0], w.shape[0])
     with _watching(transport) as watched:
         ag.run_fused(x, w, bias, out, None, name, plan, stamps)
-        transport.synchronize()
+        if interpreting():
+            transport.synchronize()
     sent = (size - 1) * x.numel() * x.element_size()
+
+    def finish() -> Recording:
+        transport.synchronize()
+        return _stamped(
+            Recording(plan, out, [], sent), watched, stamps, schedule, slices, producers
+        )
+
+    return finish
+
+
+def _stamped(
+    made: Recording,
+    watched: _Watched,
+    stamps: torch.Tensor,
+    schedule: TileSchedule,
+    slices: int,
+    producers: int,
+) -> Recording:
+    """``made`` with what the kernel stamped and what was watched."""
+    config = made.plan.config
+    assert config is not None, "a fused plan has a configuration"
+    pushes, sent = config.transport == "sm", made.sent_bytes
     events = decode(stamps.tolist(), schedule, slices, producers, sent if pushes else 0)
     # observed one by one; a stamp has only how long a unit waited for all of its sources
     if interpreting():
@@ -116,8 +152,8 @@ def record(
         events += _copy_engine_events(watched)
     signals = watched.notified + len(watched.copies) - len(watched.data)
     if pushes and not interpreting():
-        signals = slices * (size - 1)
-    return Recording(plan, out, events, sent, signals)
+        signals = slices * (schedule.world_size - 1)
+    return replace(made, events=events, signals=signals)
 
 
 def record_call(
@@ -132,7 +168,7 @@ def record_call(
     Signals and waits are observed only if kernels are interpreted. ``sent_bytes`` is how many bytes
     the call sends.
     """
-    if plan.config is None:
+    if plan.path != "fused":
         return Recording(plan, call(), sent_bytes=sent_bytes if plan.path == "unfused" else 0)
     transport = workspace_of(name_of(group), device).transport
     with _watching(transport) as watched:

@@ -5,9 +5,10 @@ into :class:`Event` objects with the help of the tile schedule, and :func:`merge
 one time axis. :func:`summary` adds up waits; :func:`chrome` makes the JSON that Perfetto
 (ui.perfetto.dev) and chrome://tracing open.
 
-Interpreted ranks of one host share a clock. GPUs do not: each has its own ``%globaltimer``. So in a
-trace of GPUs every rank starts at zero, and only durations and orders inside one rank can be
-compared. ``Trace.clock`` says which it is.
+Interpreted ranks of one host share a clock. GPUs do not: each has its own ``%globaltimer``. Times
+of :func:`merge_gpus` begin when a collective ends, on all ranks (``profile/device.py``); else every
+rank starts at zero, and only durations and orders inside one rank can be compared. ``Trace.clock``
+says which it is.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any, Literal
 
 from tileweave.planning.schedules.gather import TileSchedule, Unit
 
-Kind = Literal["push", "wait", "compute"]
+Kind = Literal["push", "wait", "compute", "kernel", "copy", "program"]
 SEVERAL = -1
-COPY_ENGINE = -1
+# in place of a program; kernels of further streams have smaller numbers
+COPY_ENGINE, KERNELS = -1, -2
 SHARED_CLOCK = "one clock for all ranks"
 OWN_CLOCKS = (
     "a clock of its own for each rank, all start at 0: compare durations, not times between ranks"
 )
+GPU_CLOCK = "0: the end of a collective before the call, on all ranks within microseconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,16 @@ class Event:
 
     Attributes
     ----------
-    rank, program : the program; -1 is the copy engine.
+    rank, program : the program; -1 is the copy engine, and less than that the kernels of a stream.
+        Of compiled kernels: the multiprocessor.
     kind : ``push`` of own data, ``wait`` for the data of a peer while idle, or ``compute`` on one
-        unit of work.
+        unit of work; a whole ``kernel`` or ``copy``, as the driver saw it; a ``program``, from when
+        it read the epoch until it left the call.
     peer : the rank that is pushed to, waited for, or whose rows are computed; -1: several ranks.
     begin_ns, end_ns : nanoseconds.
     unit : index of the tile, or of the slice of a push.
     nbytes : bytes pushed.
+    name : of a kernel or a copy.
     """
 
     rank: int
@@ -51,6 +57,7 @@ class Event:
     end_ns: int
     unit: int = -1
     nbytes: int = 0
+    name: str = ""
 
     @property
     def duration_ns(self) -> int:
@@ -59,12 +66,29 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of all ranks in one call; the earliest is at 0."""
+    """The events of all ranks in one call; the earliest is at 0.
+
+    ``event_us``: what CUDA events around the call measured on each rank.
+    """
 
     title: str
     world_size: int
     clock: str
     events: list[Event]
+    event_us: tuple[float, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether times of different ranks can be compared."""
+        return self.clock != OWN_CLOCKS
+
+    def span_ns(self, rank: int) -> int:
+        """From the begin of the first to the end of the last kernel or copy of a rank; from the
+        first to the last event where kernels were not recorded."""
+        events = [event for event in self.events if event.rank == rank]
+        whole = [event for event in events if event.kind in ("kernel", "copy")] or events
+        ends = max((event.end_ns for event in whole), default=0)
+        return ends - min((event.begin_ns for event in whole), default=0)
 
     @property
     def end_ns(self) -> int:
@@ -133,6 +157,15 @@ def _source(schedule: TileSchedule, unit: Unit) -> int:
     return others[0] if len(others) == 1 else SEVERAL
 
 
+def merge_gpus(title: str, by_rank: Sequence[Iterable[Event]], event_us: Sequence[float]) -> Trace:
+    """The events of all ranks, which are on one clock already."""
+    events = sorted(
+        (event for events in by_rank for event in events),
+        key=lambda event: (event.rank, event.program, event.begin_ns),
+    )
+    return Trace(title, len(by_rank), GPU_CLOCK, events, tuple(event_us))
+
+
 def merge(title: str, by_rank: Sequence[Iterable[Event]], shared_clock: bool) -> Trace:
     """The events of all ranks on one time axis. The earliest event is at 0; with separate clocks
     the earliest of each rank."""
@@ -174,7 +207,7 @@ def summary(trace: Trace) -> list[RankSummary]:
         for event in events:
             if event.kind == "wait":
                 waited[event.peer] += event.duration_ns
-        programs = {event.program for event in events if event.kind == "compute"}
+        programs = {event.program for event in events if event.kind in ("compute", "program")}
         found.append(RankSummary(dict(waited), len(programs)))
     return found
 
@@ -188,14 +221,13 @@ def chrome(trace: Trace) -> dict[str, Any]:
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         )
     for rank, program in sorted({(event.rank, event.program) for event in trace.events}):
-        name = "copy engine" if program == COPY_ENGINE else f"program {program}"
         rows.append(
             {
                 "ph": "M",
                 "name": "thread_name",
                 "pid": rank,
-                "tid": program + 1,
-                "args": {"name": name},
+                "tid": _thread(program),
+                "args": {"name": lane_name(program, trace.clock == GPU_CLOCK)},
             }
         )
     for event in trace.events:
@@ -205,7 +237,7 @@ def chrome(trace: Trace) -> dict[str, Any]:
                 "name": describe(event),
                 "cat": event.kind,
                 "pid": event.rank,
-                "tid": event.program + 1,
+                "tid": _thread(event.program),
                 "ts": event.begin_ns / 1000.0,
                 "dur": event.duration_ns / 1000.0,
                 "args": {"unit": event.unit, "peer": event.peer, "bytes": event.nbytes},
@@ -213,13 +245,62 @@ def chrome(trace: Trace) -> dict[str, Any]:
         )
     return {
         "displayTimeUnit": "ns",
-        "otherData": {"title": trace.title, "clock": trace.clock},
+        "otherData": {
+            "title": trace.title,
+            "clock": trace.clock,
+            "event_us": list(trace.event_us),
+        },
         "traceEvents": rows,
     }
 
 
+def from_chrome(read: dict[str, Any]) -> Trace:
+    """The trace in what :func:`chrome` made."""
+    said, rows = read["otherData"], read["traceEvents"]
+    events = [
+        Event(
+            row["pid"],
+            row["tid"] - _FIRST_THREAD,
+            row["cat"],
+            row["args"]["peer"],
+            round(row["ts"] * 1000),
+            round((row["ts"] + row["dur"]) * 1000),
+            row["args"]["unit"],
+            row["args"]["bytes"],
+            row["name"] if row["cat"] in ("kernel", "copy") else "",
+        )
+        for row in rows
+        if row["ph"] == "X"
+    ]
+    size = sum(row["name"] == "process_name" for row in rows)
+    return Trace(said["title"], size, said["clock"], events, tuple(said["event_us"]))
+
+
+_FIRST_THREAD = 100
+
+
+def _thread(program: int) -> int:
+    """Numbers of threads are not negative. Kernels and copies come first."""
+    return program + _FIRST_THREAD
+
+
+def lane_name(program: int, on_gpu: bool = False) -> str:
+    """What a row of a trace shows."""
+    if program == COPY_ENGINE:
+        return "copies" if on_gpu else "copy engine"
+    if program <= KERNELS:
+        return f"kernels {KERNELS - program}" if program < KERNELS else "kernels"
+    return f"{'multiprocessor' if on_gpu else 'program'} {program}"
+
+
 def describe(event: Event) -> str:
     """An event as text."""
+    if event.kind in ("kernel", "copy"):
+        return event.name
+    if event.kind == "program":
+        return f"program {event.unit}"
+    if event.kind == "wait" and event.peer == event.rank:
+        return "wait for own copies or programs"
     peer = "several ranks" if event.peer == SEVERAL else f"rank {event.peer}"
     texts = {"push": f"push to {peer}", "wait": f"wait for {peer}", "compute": f"rows of {peer}"}
     return texts[event.kind]
@@ -233,32 +314,35 @@ def in_words(trace: Trace) -> list[str]:
     """
     if not trace.events:
         return ["Nothing was recorded."]
-    figures, said = summary(trace), []
+    figures, said = summary(trace), _of_driver(trace)
     waits = [event for event in trace.events if event.kind == "wait"]
     per_program = [rank.waited_total_ns / max(rank.programs, 1) for rank in figures]
-    spans = [_span(trace, rank) for rank in range(trace.world_size)]
-    if not waits:
-        said.append("No program waited: all communication was hidden.")
+    spans = [trace.span_ns(rank) for rank in range(trace.world_size)]
+    place = "multiprocessor" if trace.clock == GPU_CLOCK else "program"
+    if said and not any(rank.programs for rank in figures):
+        said.append("What programs did inside kernels was not recorded.")
+    elif not waits:
+        said.append("No program waited for a peer.")
     else:
         worst = max(range(trace.world_size), key=lambda rank: per_program[rank])
         whole = all(rank.programs for rank in figures)  # else only waits were recorded
         share = f", {per_program[worst] / max(spans[worst], 1):.1%} of the call" if whole else ""
         said.append(
-            f"Exposed communication: a program of rank {worst} waited "
+            f"Exposed communication: a {place} of rank {worst} waited "
             f"{_duration(per_program[worst])} on average{share}; mean of all ranks "
             f"{_duration(sum(per_program) / len(per_program))}."
         )
         longest = max(waits, key=lambda event: event.duration_ns)
         where = (
-            "the copy engine" if longest.program == COPY_ENGINE else f"program {longest.program}"
+            "the copy engine" if longest.program == COPY_ENGINE else f"{place} {longest.program}"
         )
         said.append(
             f"The longest wait: {where} of rank {longest.rank}, {_duration(longest.duration_ns)}, "
             f"{describe(longest).removeprefix('wait ')}, from {_duration(longest.begin_ns)} on."
         )
-    if not any(event.kind == "compute" for event in trace.events):
+    if not any(event.kind in ("compute", "kernel") for event in trace.events):
         said.append("Computation was not recorded.")
-    elif trace.clock == SHARED_CLOCK:
+    elif trace.shared:
         ends = [_end(trace, rank) for rank in range(trace.world_size)]
         last = max(range(trace.world_size), key=lambda rank: ends[rank])
         said.append(
@@ -282,10 +366,47 @@ def _end(trace: Trace, rank: int) -> int:
     return max((event.end_ns for event in _of(trace, rank)), default=0)
 
 
-def _span(trace: Trace, rank: int) -> int:
-    """From the first to the last event of a rank."""
-    begins = [event.begin_ns for event in _of(trace, rank)]
-    return _end(trace, rank) - min(begins, default=0)
+def _of_driver(trace: Trace) -> list[str]:
+    """Of each rank: kernels and copies, how much of them was concurrent, and what CUDA events
+    say."""
+    said = []
+    for rank in range(trace.world_size):
+        events = _of(trace, rank)
+        kernels = _joined([event for event in events if event.kind == "kernel"])
+        copies = _joined([event for event in events if event.kind == "copy"])
+        if not kernels and not copies:
+            continue
+        span = trace.span_ns(rank)
+        both = sum(
+            max(min(end, other[1]) - max(begin, other[0]), 0)
+            for begin, end in kernels
+            for other in copies
+        )
+        copied = sum(end - begin for begin, end in copies)
+        text = f"Rank {rank}: {_duration(span)} from its first to its last kernel or copy"
+        if rank < len(trace.event_us):
+            text += f", {trace.event_us[rank]:.4g} us by CUDA events"
+        text += (
+            f"; kernels ran {sum(end - begin for begin, end in kernels) / max(span, 1):.0%} of it"
+        )
+        if copied:
+            text += (
+                f", copies {_duration(copied)}, of which {both / copied:.0%} concurrently with "
+                "kernels"
+            )
+        said.append(text + ".")
+    return said
+
+
+def _joined(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """The times in which at least one of the events was."""
+    found: list[tuple[int, int]] = []
+    for event in sorted(events, key=lambda event: event.begin_ns):
+        if found and event.begin_ns <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], event.end_ns))
+        else:
+            found.append((event.begin_ns, event.end_ns))
+    return found
 
 
 def _duration(ns: float) -> str:

@@ -449,20 +449,13 @@ class _Builder:
         total: float,
         tileweave: Callable[[], OpTime],
     ) -> OpTime:
-        """A matmul of experts and an engine's exchange. Fused: tileweave's kernel inside a node, in
-        bf16; slices between nodes."""
-        ops, slices = self.ops, 8
+        """A matmul of experts and an engine's exchange. Fused: tileweave's operator, in bf16."""
+        ops = self.ops
         comm = self._sent(way, 1.0)
         unfused = ops.in_turn(compute, comm) + total
         if self.ep == 1:
             return OpTime(compute + total, compute + total, compute + total, compute, 0.0)
-        if self.group.across == 1:
-            fused = unfused if self.moe.fp8 else tileweave().fused
-        else:
-            each, one = compute / slices, self._sent(way, 1.0 / slices)
-            steady = max(each * (1.0 + ops.c.corun), one)
-            fused = ops.c.fused_eager + each + (slices - 1) * steady + one + ops.c.signal
-            fused += total / slices
+        fused = unfused if self.moe.fp8 else tileweave().fused
         taken = min(fused, unfused)
         return OpTime(unfused, taken, min(ops.at_best(compute, comm), taken), compute, comm + total)
 

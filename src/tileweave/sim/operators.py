@@ -28,6 +28,7 @@ from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.table import Entry, nearest
+from tileweave.sim import over_nodes
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
@@ -158,7 +159,12 @@ class Operators:
             self.costs.matmul(m, n, k),
             self.collective("all_gather", nbytes, self._group(world)),
         )
-        fused = self.fused_all_gather_matmul(world, m, n, k) if self._fuses(world) else math.inf
+        fused = math.inf
+        if self._fuses(world):
+            fused = self.fused_all_gather_matmul(world, m, n, k)
+        elif self._fuses_over_nodes(world):
+            machine = machine_of(self.cluster)
+            fused = over_nodes.all_gather_matmul(self, machine, self._group(world), m, n, k)
         return self._join(
             compute, comm, fused, (world - 1) / world * nbytes, self._group(world), "all_gather"
         )
@@ -167,6 +173,12 @@ class Operators:
         """Whether there are fused kernels for ``world`` ranks: of one node, up to eight."""
         few = world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
         return few and self.kernels
+
+    def _fuses_over_nodes(self, world: int) -> bool:
+        """Whether matmuls are fused over nodes, all of whose GPUs are in the group."""
+        group = self._group(world)
+        even = group.across > 1 and group.size == world
+        return even and group.inside <= FUSED_WORLD_SIZES[-1] and self.kernels
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -210,6 +222,8 @@ class Operators:
         few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
         planned = few_rows and self._fuses(world)  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
+        if kind == "reduce_scatter" and self._fuses_over_nodes(world):
+            fused = over_nodes.matmul_reduce_scatter(self, machine_of(self.cluster), group, m, n, k)
         return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
@@ -233,13 +247,16 @@ class Operators:
             + self._queued()
         )
 
-    def cublas_per_shard(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+    def cublas_per_shard(
+        self, world: int, m: int, n: int, k: int, itemsize: int = 2, sent: int = 0
+    ) -> float:
         """cuBLAS on the rows of each rank as copy engines bring them, with launches between them
-        and one after all."""
+        and one after all. ``sent``: columns of what is copied; 0: k."""
         seen = view(self._node(world), self.c.copy_fraction)
         loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
         each = max(
-            m / world * k * itemsize * load / seen.capacities[link] for link, load in loads.items()
+            m / world * (sent or k) * itemsize * load / seen.capacities[link]
+            for link, load in loads.items()
         )
         product = self.costs.matmul(max(m // world, 1), n, k, itemsize) * (1.0 + self.c.corun)
         done = product
@@ -352,8 +369,8 @@ class Operators:
 
         ``skew`` is the load of the busiest rank relative to the average. Unfused: torch's lookup,
         the all-to-all, and a concatenation of columns. Fused inside a node: tileweave's kernel,
-        whose lookup is faster. Across nodes, where it does not run: torch's lookup in ``slices``,
-        as a pipeline.
+        whose lookup is faster. Across nodes: its lookup in ``slices``, as a pipeline, and a copy of
+        what arrives.
         """
         key = ("emb", group, bags, pooling, row_bytes, skew, slices, itemsize)
         return self._once(
@@ -380,7 +397,8 @@ class Operators:
         if group.across == 1 and group.size in FUSED_WORLD_SIZES:
             fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes)
         else:
-            fused = self._sliced(lookup, nbytes, group, slices)
+            own = costs.own_lookup(bags * skew, bags * pooling * skew, row_bytes)
+            fused = self._sliced(own, nbytes, group, slices) + concat
         return self._join(
             lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat
         )
@@ -408,18 +426,17 @@ class Operators:
         hidden: int,
         inter: int,
         skew: float = 1.0,
-        slices: int = 8,
     ) -> OpTime:
         """The second matmul of an expert layer, the return of its rows to the ranks of the tokens,
         and the sum over experts.
 
         Each rank has ``tokens``, each with ``top_k`` of all ``experts``; ``skew`` is the load of
         the busiest rank relative to the average. Fused inside a node: the kernel, tile by tile.
-        Across nodes rows are sent in ``slices`` while others are computed.
+        Across nodes tokens cross once per node (``over_nodes.py``).
         """
-        key = ("combine", group, tokens, top_k, experts, hidden, inter, skew, slices)
+        key = ("combine", group, tokens, top_k, experts, hidden, inter, skew)
         return self._once(
-            key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew, slices)
+            key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew)
         )
 
     def _combine(
@@ -431,7 +448,6 @@ class Operators:
         hidden: int,
         inter: int,
         skew: float,
-        slices: int,
     ) -> OpTime:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
@@ -445,8 +461,12 @@ class Operators:
             fused = self.fused_grouped_combine(
                 group.size, tokens, top_k, experts, hidden, inter, skew=skew
             )
+        elif _even_nodes(group, experts):
+            fused = over_nodes.grouped_combine(
+                self, group, tokens, top_k, experts, hidden, inter, skew
+            )
         else:
-            fused = self._sliced(compute, nbytes, group, slices) + total / slices
+            fused = math.inf
         return self._join(
             compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total
         )
@@ -499,13 +519,12 @@ class Operators:
         cols: int,
         depth: int,
         skew: float = 1.0,
-        slices: int = 8,
     ) -> OpTime:
         """The dispatch and first matmul of an expert layer, with ``cols`` columns; arguments as in
         :meth:`grouped_combine`."""
-        key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew, slices)
+        key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew)
         return self._once(
-            key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew, slices)
+            key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew)
         )
 
     def _dispatch(
@@ -517,7 +536,6 @@ class Operators:
         cols: int,
         depth: int,
         skew: float,
-        slices: int,
     ) -> OpTime:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
@@ -529,15 +547,18 @@ class Operators:
             fused = self.fused_dispatch_grouped(
                 group.size, tokens, top_k, experts, cols, depth, skew=skew
             )
+        elif _even_nodes(group, experts):
+            fused = over_nodes.dispatch_grouped(
+                self, group, tokens, top_k, experts, cols, depth, skew
+            )
         else:
-            fused = self._sliced(compute, nbytes, group, slices)
+            fused = math.inf
         return self._join(
             compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all"
         )
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
-        """Computation in slices, each sent while the next is computed; across nodes only. Inside a
-        node tileweave has kernels or is unfused."""
+        """Computation in slices, each sent while the next is computed; across nodes only."""
         if group.across == 1:
             return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
@@ -553,6 +574,11 @@ def _one_node(group: Group, experts: int) -> bool:
     """Whether the fused expert kernels run: all ranks are in one node and have the same number of
     experts."""
     return group.across == 1 and group.size in FUSED_WORLD_SIZES and experts % group.size == 0
+
+
+def _even_nodes(group: Group, experts: int) -> bool:
+    """Whether the fused expert operators run over nodes."""
+    return group.inside in FUSED_WORLD_SIZES and group.across > 1 and experts % group.size == 0
 
 
 def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:

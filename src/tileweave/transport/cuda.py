@@ -183,7 +183,7 @@ class CudaTransport:
             group, ranks = self.group, self.topology.rail(self.rank)
             if len(ranks) < self.world_size:  # else a second communicator would only be colder
                 group = part_of(group, ranks, "rail", self._meeting, self.device)
-            self._rail = NcclRail(group, self.device)
+            self._rail = NcclRail(group, self.device, self.group)
         return self._rail
 
     def inside(self) -> str:

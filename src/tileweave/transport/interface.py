@@ -167,6 +167,13 @@ class Rail(Protocol):
         """x = its sum over all nodes."""
         ...
 
+    def all_to_all_parts(
+        self, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        """Among all ranks of the group: ``sent[p]`` elements of x to rank p, ``received[p]`` of
+        ``out`` from it, both flat. Collective the first time."""
+        ...
+
 
 class Transport(Protocol):
     """What ``cuda.py`` and ``cpu.py`` provide for one (group, device)."""

@@ -76,7 +76,10 @@ TABLE_RANKS = 6
 TABLE_RANK = 7
 TABLES = 8
 NUM_TABLES = 2
-CONTROL_WORDS = TABLES + 2 * NUM_TABLES
+# The address (int64) of the record of what programs did; 0: nothing is recorded. Only kernels that
+# are compiled with TILEWEAVE_STAMPS=1 look at it.
+RECORD = TABLES + 2 * NUM_TABLES
+CONTROL_WORDS = RECORD + 2
 
 LATE = (
     1 << 20
@@ -87,3 +90,10 @@ GONE = 1 << 30  # added to the epoch that a rank meets with once it has given a 
 
 REPORT_SET, REPORT_SIGNAL, REPORT_UNIT, REPORT_EXPECTED, REPORT_SEEN = 0, 1, 2, 3, 4
 REPORT_WORDS = 8
+
+# --- The record: int64 words in local memory. How many entries were written, how many fit, and then
+# four words for each entry, see ``device/triton/record.py`` ---
+
+RECORD_HEAD, RECORD_WORDS = 2, 4
+BEGAN, LEFT, WAITED = 1, 2, 3  # kinds of entries
+HERE, ANY = -1, -2  # in place of a signal: programs of this device; several ranks

@@ -31,6 +31,7 @@ from tileweave.transport.torch_collectives import (
     queue_all_gather,
     queue_all_reduce,
     queue_all_to_all,
+    queue_all_to_all_parts,
 )
 from tileweave.transport.workspace import timeout_seconds
 
@@ -38,10 +39,13 @@ _POLL = 2e-4  # seconds
 
 
 class NcclRail:
-    """A rail whose ranks are ``group``, in the order of their nodes."""
+    """A rail whose ranks are ``group``, in the order of their nodes. ``whole``: the group of all
+    nodes."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, whole: dist.ProcessGroup
+    ) -> None:
+        self._group, self._whole = group, whole
         # its kernels get multiprocessors before those of a matmul that is queued later
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
@@ -75,6 +79,11 @@ class NcclRail:
     def all_reduce(self, x: torch.Tensor) -> None:
         queue_all_reduce(x, self._group)
 
+    def all_to_all_parts(
+        self, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        queue_all_to_all_parts(out, x, received, sent, self._whole)
+
 
 class GlooRail:
     """The ranks with the index of this one inside their nodes. Making it is collective; ``number``
@@ -85,17 +94,22 @@ class GlooRail:
         self.ranks = topology.rail(rank)
         self._me = self.ranks.index(rank)
         # as long as a kernel waits for data, so that an exchange ends when its call does
-        seconds, name = timeout_seconds() * 9 / 8, f"tileweave-rail-{number}-{self.ranks[0]}"
-        self._seconds = seconds
-        self._group = ask_store(
-            group,
+        self._seconds = timeout_seconds() * 9 / 8
+        self._number, self._all = number, group
+        self._whole: dist.ProcessGroupGloo | None = None
+        self._group = self._connect(f"rail-{number}-{self.ranks[0]}", self._me, len(self.ranks))
+
+    def _connect(self, name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
+        """A group of gloo's own. Collective over its ranks."""
+        return ask_store(
+            self._all,
             MAPPING,
-            seconds,
+            self._seconds,
             lambda talk: dist.ProcessGroupGloo(
-                dist.PrefixStore(name, talk.store),
-                self._me,
-                len(self.ranks),
-                timedelta(seconds=seconds),
+                dist.PrefixStore(f"tileweave-{name}", talk.store),
+                rank,
+                size,
+                timedelta(seconds=self._seconds),
             ),
         )
 
@@ -138,11 +152,13 @@ class GlooRail:
         places = out.view(len(self.ranks), -1).view(torch.uint8)
         if not self._done(self._begin(mine, list(places.unbind())), lambda: False):
             far = [rank for at, rank in enumerate(self.ranks) if at != self._me]
-            peer = far[0] if len(far) == 1 else -1
-            me = self.ranks[self._me]
-            raise PeerTimeout(
-                "an exchange between nodes", me, peer, -1, 0, 0, self._seconds, "meeting"
-            )
+            raise self._timeout(far[0] if len(far) == 1 else -1)
+
+    def _timeout(self, peer: int) -> PeerTimeout:
+        me = self.ranks[self._me]
+        return PeerTimeout(
+            "an exchange between nodes", me, peer, -1, 0, 0, self._seconds, "meeting"
+        )
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
         far = [at for at in range(len(self.ranks)) if at != self._me]
@@ -158,6 +174,23 @@ class GlooRail:
         for part in everything[1:]:
             total = total + part
         x.copy_(total)
+
+    def all_to_all_parts(
+        self, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        if self._whole is None:
+            me, size = dist.get_rank(self._all), dist.get_world_size(self._all)
+            self._whole = self._connect(f"all-{self._number}", me, size)
+        size = x.element_size()
+        work = self._whole.alltoall_base(  # type: ignore[attr-defined]
+            out.view(torch.uint8),
+            x.view(torch.uint8),
+            [size * count for count in received],
+            [size * count for count in sent],
+            dist.AllToAllOptions(),
+        )
+        if not self._done(work, lambda: False):
+            raise self._timeout(-1)
 
     def _begin(self, mine: torch.Tensor, places: list[torch.Tensor]) -> dist.Work:
         return self._group.allgather([places], [mine])  # type: ignore[attr-defined]

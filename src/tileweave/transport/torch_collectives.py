@@ -64,6 +64,17 @@ def queue_all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGrou
     _finish(group.alltoall_base(out, x, [], [], _EXCHANGE))
 
 
+def queue_all_to_all_parts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup,
+) -> None:
+    """As :func:`queue_all_to_all`, of flat tensors whose parts have these numbers of elements."""
+    _finish(group.alltoall_base(out, x, received, sent, _EXCHANGE))
+
+
 _LONGEST = 512  # characters of the text of a rank
 
 

@@ -247,7 +247,8 @@ class Instance:
             tables = torch.tensor(
                 [self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64
             )
-            self.control[protocol.TABLES :] = tables.view(torch.int32).to(self.control.device)
+            words = tables.view(torch.int32).to(self.control.device)
+            self.control[protocol.TABLES : protocol.RECORD] = words
             self.control[protocol.TABLE_RANK], self.control[protocol.TABLE_RANKS] = (
                 self.transport.rank,
                 self.world_size,

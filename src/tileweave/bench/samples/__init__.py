@@ -120,6 +120,10 @@ class Samples:
         Which of ``rows``, ``cols`` and ``depth`` of a whole problem are split over ranks, for
         operators that are benched or traced by those sizes.
 
+    traced : pair of (int, int, int)
+        ``rows``, ``cols`` and ``depth`` of a whole problem that ``trace`` and ``report`` record
+        unless told otherwise, without GPUs and with them.
+
     typical : callable
         What ``doctor`` shows: the text of a problem, and its plan for a number of ranks of a
         machine.
@@ -145,6 +149,10 @@ class Samples:
     rival: Any
     bars: dict[str, dict[str, Bar]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
+    traced: tuple[tuple[int, int, int], tuple[int, int, int]] = (
+        (128, 256, 128),
+        (4096, 8192, 4096),
+    )
     typical: tuple[tuple[str, Callable[[int, Machine], Plan]], ...] = ()
     self_signaling: bool = False
     measured: bool = True

@@ -41,6 +41,7 @@ SAMPLES = Samples(
     smoke=SMOKE,
     quick=QUICK,
     rival=EmbeddingRivals,
+    traced=((16, 2, 16), (16384, 32, 128)),
     typical=(
         (
             f"{OP}, 128 columns of fp32, 8 rows per bag",

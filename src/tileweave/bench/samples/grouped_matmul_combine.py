@@ -20,6 +20,7 @@ SAMPLES = Samples(
     smoke=expert_cases.smoke(OP),
     quick=expert_cases.QUICK,
     rival=ExpertRivals,
+    traced=((16, 64, 32), (4096, 4096, 4096)),
     self_signaling=True,
     random=random_cases.experts(OP),
 )

@@ -7,14 +7,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileweave.device.gluon import meet as meeting
-from tileweave.device.gluon import self_signaling, signal
+from tileweave.device.gluon import record, self_signaling, signal
 from tileweave.device.triton.signal import FAULT, MAX_SLICES, TIMEOUT_US
 
 
 @gluon.jit
 def load_epoch(peers):
     """The number of this call; see ``signal.load_epoch``."""
-    return gl.load(peers.control, volatile=True)
+    epoch = gl.load(peers.control, volatile=True)
+    record.began(peers.control, epoch)
+    return epoch
 
 
 @gluon.jit

@@ -10,8 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tileweave.device.gluon import record
 from tileweave.device.gluon.matmul import part_offsets
 from tileweave.device.gluon.signal import TIMEOUT_US, clock, expire
+from tileweave.device.triton.record import ANY, STAMPED
 
 MINUS_ZERO = gl.constexpr(-(2**15))
 
@@ -70,6 +72,8 @@ def take_marked(
             overdue = (clock(missing) - started >= limit).to(gl.int32)
             limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT, dtype)
+        if STAMPED:
+            record.waited(control, ANY, unit, missing, started)
         if missing > 1:
             total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
         if missing > 0:

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tileweave.device.gluon import record
 from tileweave.device.triton.signal import (
     EXPIRE,
     FAULT,
@@ -182,6 +183,7 @@ def spin(
                 gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
             )  # a fault ends waits that have begun, too
             lag = gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0)
+        record.waited(control, first * stride, unit, lag, started)
         if lag < 0:
             seen = gl.load(signals + index, volatile=True)
             lags = _lag(seen, epoch, EXACT)
@@ -241,6 +243,7 @@ def leave(control, epoch, num_partitions):
     fault = gl.load(control + FAULT, volatile=True)
     block_barrier()
     left = gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu")
+    record.left(control, left)
     if left % LATE == num_partitions - 1:
         if fault + left // LATE != 0:  # as ``signal.advance``
             ranks, rank = gl.load(control + TABLE_RANKS), gl.load(control + TABLE_RANK)

@@ -30,6 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tileweave.device.triton import record
+from tileweave.device.triton.record import ANY, STAMPED
 from tileweave.device.triton.signal import TIMEOUT_US, clock, expire, pause
 
 
@@ -147,6 +149,8 @@ def take_marked(
             limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
             polls += 1
+        if STAMPED:
+            record.waited(control, ANY, unit, missing, started)
         if missing > 0:
             total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
         if missing > 0:
@@ -204,6 +208,8 @@ def take_each(
             limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
             value, missing, any_missing = _load_each(pointers, mask, overdue)
             polls += 1
+        if STAMPED:
+            record.waited(control, ANY, unit, any_missing, started)
         if any_missing > 0:
             value, missing, any_missing = _load_each(pointers, mask, gave_up)
         if any_missing > 0:

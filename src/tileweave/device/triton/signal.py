@@ -53,6 +53,8 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_hip
 
+from tileweave.device.triton import record
+from tileweave.device.triton.record import HERE
 from tileweave.transport import protocol
 
 # The numbers of the protocol, for Triton and Gluon
@@ -295,9 +297,10 @@ def _poll(
     report,
     LIMIT: tl.constexpr,
     EXACT: tl.constexpr,
+    LOCAL: tl.constexpr = False,
 ):
     """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without
-    a barrier."""
+    a barrier. ``LOCAL``: the words are no signals, but set by programs of this device."""
     lane = tl.arange(0, count)
     words = signals + first + lane
     lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
@@ -309,6 +312,7 @@ def _poll(
                 tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
             )  # a fault ends waits that have begun, too
             lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
+        record.waited(control, HERE if LOCAL else first, unit, lag, started)
         if lag < 0:
             seen = tl.load(words, volatile=True)
             late = tl.argmin(_lag(seen, epoch, EXACT), axis=0)
@@ -390,7 +394,7 @@ def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = 
             pack=1,
         )
         if seen - value < 0:
-            _poll(words, 1, value, index, unit, control, report, LIMIT, False)
+            _poll(words, 1, value, index, unit, control, report, LIMIT, False, True)
             acquire()
         tl.debug_barrier()
 
@@ -406,7 +410,9 @@ def consume_token(value, token):
 def load_epoch(control):
     """The number of this call. All programs read the same one: it advances only when the last has
     left."""
-    return tl.load(control + EPOCH, volatile=True)
+    epoch = tl.load(control + EPOCH, volatile=True)
+    record.began(control, epoch)
+    return epoch
 
 
 @triton.jit
@@ -440,6 +446,7 @@ def _leave(control, num_programs, SEM: tl.constexpr):
     """(whether all other programs have left, time-outs of this call)."""
     tl.debug_barrier()
     left = tl.atomic_add(control + LEAVERS, 1, sem=SEM, scope="gpu")
+    record.left(control, left)
     return left % LATE == num_programs - 1, left // LATE
 
 

@@ -82,7 +82,7 @@ from tileweave.kernels.embedding.lookup import (
 )
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.planning.sharding import EmbeddingConfig, rows_of
+from tileweave.planning.sharding import EmbeddingConfig
 
 READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # counters of a call, in one of two sets by parity of the epoch
@@ -92,12 +92,13 @@ POISON_BLOCK = tl.constexpr(1024)
 
 
 class Samples(NamedTuple):
-    """Sizes of a call: samples of all ranks, samples of a rank but for the last ones, and the
-    columns of the result."""
+    """Sizes of a call: bags of a table, samples of a rank but for the last ones, the columns of the
+    result, and samples of the first of these ranks and all later ones."""
 
     batch: Any
     chunk: Any
     width: Any
+    there: Any
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def embedding_bag_all_to_all_kernel(
         if (block >= 0) & (block < rounds):
             number, block = block_at(block, tables, blocks, run)
             sample = block * C.BAGS  # among the peer's
-            count = tl.minimum(samples.chunk, samples.batch - peer * samples.chunk)
+            count = tl.minimum(samples.chunk, samples.there - peer * samples.chunk)
             count = tl.minimum(count - sample, C.BAGS)
             table = table_at(bags.meta, number, DTYPE, C.ALIGN)
             first = number.to(tl.int64) * samples.batch + peer * samples.chunk + sample
@@ -233,7 +234,7 @@ def launcher(
 
     ``made``: what ``lookup.constants`` says of the tables.
     """
-    begin, end = rows_of(samples.batch, world_size, rank)
+    here = max(min(samples.chunk, samples.there - rank * samples.chunk), 0)
     blocks = triton.cdiv(samples.chunk, config.bags)
     rounds = tables * blocks
 
@@ -263,7 +264,7 @@ def launcher(
         "blocks": blocks,
         "run": config.run_of(blocks),
         "lag": min(config.lag, rounds),
-        "rows_here": end - begin,
+        "rows_here": here,
         "WORLD_SIZE": world_size,
         "DTYPE": made.dtype,
     }

@@ -186,12 +186,13 @@ def block_at(number, tables, blocks, run):
     return within // run, begin + within % run
 
 
-@triton.jit(do_not_specialize=["num_indices", "run"])
+@triton.jit(do_not_specialize=["num_indices", "rows", "run"])
 def embedding_lookup_kernel(
     bags,
     out,
     num_indices,
     batch,
+    rows,
     tables,
     blocks,
     run,
@@ -200,12 +201,12 @@ def embedding_lookup_kernel(
     C: tl.constexpr,
 ):
     """One block of bags of one table per program; the hardware deals programs out, which balances
-    lengths."""
+    lengths. ``batch``: bags of a table, of which the first ``rows`` are pooled."""
     number, block = block_at(tl.program_id(0), tables, blocks, run)
     sample = block * C.BAGS
     table = table_at(bags.meta, number, DTYPE, C.ALIGN)
     first = number.to(tl.int64) * batch + sample
-    count = tl.minimum(batch - sample, C.BAGS)
+    count = tl.minimum(rows - sample, C.BAGS)
     acc = pool_bags(table, bags, num_indices, first, count, C)
     store_bags(acc, out, sample, count, width, table, C)
 
@@ -266,8 +267,9 @@ def launch(
     mean: bool,
     config: EmbeddingConfig,
 ) -> None:
-    """Pool all bags of all tables into ``out`` [batch, width] on the current stream."""
-    blocks = triton.cdiv(batch, config.bags)
+    """Pool bags of all tables into ``out`` [rows, width] on the current stream: the first ``rows``
+    of the ``batch`` bags of each table."""
+    blocks = triton.cdiv(out.shape[0], config.bags)
     if not tables or not blocks:
         return
     made = constants(tables, columns, out.shape[1], out.element_size(), config)
@@ -277,6 +279,7 @@ def launch(
         out,
         indices.numel(),
         batch,
+        out.shape[0],
         len(tables),
         blocks,
         config.run_of(blocks),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -137,10 +137,6 @@ class OperatorSpec:
         The name of the operator that computes the gradient of the first argument; "" if there is
         none.
 
-    traced : str
-        What ``tileweave trace`` shows of the kernel: "stamps" that the kernel writes; "waits", for
-        a kernel without stamps, in Triton's interpreter; "" for nothing.
-
     define_more : callable or None
         Defines further torch operators that the public function calls.
 
@@ -163,7 +159,6 @@ class OperatorSpec:
     warmup: Callable[..., Plan | dict[int, Plan]] | None = None
     backward: Backward | BackwardOperator | None = None
     dual: str = ""
-    traced: Literal["stamps", "waits", ""] = ""
     define_more: Callable[[], None] | None = None
     samples: str = ""
 

@@ -207,8 +207,11 @@ def _take_gradient(
         agree_on_gradient(call)
     factor = 1.0 / size if divide else 1.0
     ranks = known_topology_of(call.group_name, size)
-    path = plan(tables, call.indices, call.batch, ranks).path
-    compiled = path != "unfused" or call.indices.is_cuda
+    chosen = plan(tables, call.indices, call.batch, ranks)
+    # over nodes NCCL takes gradients to their owners while lookups are sorted
+    across = chosen.config is not None and chosen.config.nodes > 1
+    path = "unfused" if across else chosen.path
+    compiled = chosen.path != "unfused" or call.indices.is_cuda
     lookups = Lookups(call.indices, call.offsets, call.weights, call.batch, call.mean)
     alone = need_weights or not tables  # gradients of weights read tables before a step
     # Sort concurrently with a push that has a launch of its own. Sums that share a launch with the

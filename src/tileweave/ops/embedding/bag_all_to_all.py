@@ -46,6 +46,7 @@ from tileweave.ops.core.registry import (
     number_of,
 )
 from tileweave.ops.core.spec import Backward, OperatorSpec
+from tileweave.ops.embedding import over_nodes
 from tileweave.ops.embedding.backward import backward, setup_context
 from tileweave.ops.embedding.bag_all_to_all_fused import OP, run_fused, run_lookup
 from tileweave.ops.embedding.inputs import (
@@ -359,6 +360,8 @@ def _forward(
             hash((number_of(OP), number_of(call.out_dtype), call.batch, call.mean, call.layout))
             or 1
         )
+        if chosen.config.nodes > 1:
+            return over_nodes.run(call, chosen.config, out, checksum)
         return run_fused(*call, chosen.config, out, checksum)
     y = run_lookup(
         tables,

@@ -26,6 +26,7 @@ from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
+    from tileweave.kernels.embedding.bag_all_to_all import Samples
     from tileweave.kernels.embedding.gradient import Push
     from tileweave.kernels.runtime.launch import Launcher
     from tileweave.kernels.runtime.peers import Peers
@@ -76,16 +77,23 @@ def run_fused(
     config: EmbeddingConfig,
     out: torch.Tensor | None = None,
     checksum: int = 0,
+    node: int = 0,
 ) -> torch.Tensor:
-    """Return the result [b, width]: a free region, or (with ``out``, or if none is free) a copy."""
+    """Return the result [b, width]: a free region, or (with ``out``, or if none is free) a copy.
+
+    ``node``: of the group, whose ranks have samples and ``layout`` in common with those of other
+    nodes. Columns of tables of other nodes are not written.
+    """
     from tileweave.kernels.embedding import bag_all_to_all as kernel
 
     workspace = workspace_of(group_name, indices.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
-    width, columns = layout.width, layout.columns[transport.rank]
-    begin, end = rows_of(batch, transport.world_size, transport.rank)
-    chunk = rows_of(batch, transport.world_size, 0)[1]
+    size, first = len(layout.dims), node * transport.world_size
+    width, columns = layout.width, layout.columns[first + transport.rank]
+    begin, end = rows_of(batch, size, first + transport.rank)
+    chunk, skipped = rows_of(batch, size, 0)[1], rows_of(batch, size, first)[0]
+    offsets = offsets[skipped:]
     instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
     capturing = transport.capturing()
     metas: Any = instance.cache.setdefault("metas", {})
@@ -95,7 +103,16 @@ def run_fused(
         region, lends = instance.regions.choose(capturing)
     peers = endpoint(instance, out_dtype)
     launch = _launcher(
-        instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config
+        instance,
+        peers,
+        tables,
+        indices,
+        offsets,
+        weights,
+        columns,
+        kernel.Samples(batch, chunk, width, batch - skipped),
+        mean,
+        config,
     )
     instance.begin(checksum, region)
     try:
@@ -103,8 +120,8 @@ def run_fused(
     finally:
         instance.launched()
     leave_launch_order_of(indices)
-    first = region * peers.slot_size
-    place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
+    at = region * peers.slot_size
+    place = peers.slots[at : at + (end - begin) * width].view(end - begin, width)
     if out is not None:
         return out if out.data_ptr() == place.data_ptr() else out.copy_(place)
     if lends and place.numel():
@@ -120,27 +137,25 @@ def _launcher(
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     columns: tuple[int, ...],
-    width: int,
-    batch: int,
+    samples: Samples,
     mean: bool,
     config: EmbeddingConfig,
 ) -> Launcher:
     """Launches of such calls, made at the first one."""
-    from tileweave.kernels.embedding.bag_all_to_all import Samples, launcher
+    from tileweave.kernels.embedding.bag_all_to_all import launcher
     from tileweave.kernels.embedding.lookup import constants
 
-    made = constants(tables, columns, width, peers.slots.element_size(), config)
+    made = constants(tables, columns, samples.width, peers.slots.element_size(), config)
     kinds = (
         peers.slots.dtype,
         indices.dtype,
         offsets.dtype,
         None if weights is None else weights.dtype,
     )
-    key = (made, batch, mean, kinds)
+    key = (made, samples, mean, kinds)
     found: Any = instance.cache.get(key)
     if found is None:
         t = instance.transport
-        samples = Samples(batch, rows_of(batch, t.world_size, 0)[1], width)
         found = launcher(
             peers, t.rank, t.world_size, samples, len(tables), made, mean, t.machine.num_sms, config
         )
@@ -176,7 +191,8 @@ def run_lookup(
     cache: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """All bags of this rank's tables, [batch, width], by the kernel, without communication."""
+    """Bags of this rank's tables by the kernel, without communication: all, [batch, width], or the
+    first of each table, as many as ``out`` has rows."""
     from tileweave.kernels.embedding import lookup as kernel
 
     if out is None:

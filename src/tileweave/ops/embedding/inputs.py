@@ -17,7 +17,7 @@ from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import breaking_off, check_together
 from tileweave.ops.core.nodes import machine_in
-from tileweave.ops.core.registry import agree, group_of, interpreting
+from tileweave.ops.core.registry import agree, group_of, interpreting, machine_of
 from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.ops.matmul.inputs import refuse_alias
@@ -82,8 +82,11 @@ def plan(
     """The plan of a call. The path is the same on every rank; the cut of lookups may differ."""
     row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
     pooling = indices.numel() / max(len(tables) * batch, 1)
-    machine = machine_in(ranks, indices.device)
-    return plan_embedding(ranks.size, row_bytes, pooling, machine, interpreting())
+    if not ranks.per_node:
+        machine = machine_in(ranks, indices.device)
+        return plan_embedding(ranks.size, row_bytes, pooling, machine, interpreting())
+    machine = machine_of(indices.device)
+    return plan_embedding(ranks.size, row_bytes, pooling, machine, interpreting(), ranks.nodes)
 
 
 def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ from tileweave.ops.core.registry import (
     rank_and_size,
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
+from tileweave.ops.experts import over_nodes
 from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.experts.gradients import gradient_of_experts
 from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused as run_combine
@@ -59,11 +60,11 @@ from tileweave.ops.experts.kept_tokens import new_kept, receive, rows_of
 from tileweave.ops.experts.routing_plan import (
     RoutingPlan,
     check_plan,
-    layout_of,
     padded_ids,
+    problem_of,
     reference_plan,
     routing_plan,
-    shape_of,
+    words_of,
 )
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
 from tileweave.planning.combine import plan_combine
@@ -242,7 +243,8 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
         check_together(OP, group_name, signature, check)
     else:
         _check_routing(topk_ids, experts, max_tokens, size, False)
-    machine = machine_in(topology_of(group_of(group_name), topk_ids.device), topk_ids.device)
+    ranks = topology_of(group_of(group_name), topk_ids.device)
+    machine = machine_in(ranks, topk_ids.device)
     if routes_fused(size, machine, interpreting()) and max_tokens:
         return run_routing(topk_ids, size * experts, max_tokens, group_name).table
     ids = padded_ids(topk_ids, max_tokens)
@@ -251,7 +253,8 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
         if size == 1
         else collectives.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
     )
-    return reference_plan(everyone, rank, size * experts).table
+    nodes = ranks.nodes if ranks.per_node else 1
+    return reference_plan(everyone, rank, size * experts, nodes=nodes).table
 
 
 def _check_routing(
@@ -295,8 +298,8 @@ def _check_routing(
 def _route_fake(
     topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str
 ) -> torch.Tensor:
-    begins, _ = layout_of(rank_and_size(group_name)[1], max_tokens, topk_ids.shape[1], experts)
-    return topk_ids.new_empty(begins[-1], dtype=torch.int32)
+    words = words_of(rank_and_size(group_name)[1], max_tokens, topk_ids.shape[1], experts)
+    return topk_ids.new_empty(words, dtype=torch.int32)
 
 
 # --- Forward ---
@@ -359,8 +362,8 @@ def check_inputs(
 
 def plan_call(experts: torch.Tensor, plan: RoutingPlan, ranks: Topology) -> Plan[DispatchConfig]:
     """The plan of this call, the same on every rank."""
-    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
-    return plan_dispatch(shape, machine_in(ranks, experts.device), interpreting())
+    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
+    return plan_dispatch(*sizes, interpreting())
 
 
 def _forward(
@@ -387,16 +390,37 @@ def _forward(
         check_inputs(x, experts, routed, out)
     chosen = plan_call(experts, routed, topology_of(group_of(group_name), x.device))
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
-    if chosen.config is not None:
+    if chosen.config is not None and chosen.config.nodes > 1:
+        kept = new_kept(x, routed, keep)
+        with over_nodes.arriving(OP, x, experts, routed) as (tokens, near):
+            places = over_nodes.keep_tokens(kept, tokens, routed) if keep else None
+            _multiply_tokens(tokens, experts, near, y, chosen.config, places)
+    elif chosen.config is not None:
         kept = new_kept(x, routed, keep)
         places = kept.view(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
-        run_fused(x, experts, routed, y, group_name, chosen.config, places)
+        _multiply_tokens(x, experts, routed, y, chosen.config, places)
     else:
         log_fallback(OP, chosen)
         received = receive(x, routed, group_of(group_name))
         y.copy_(reference.grouped_matmul(rows_of(x, received, routed), experts, routed.offsets))
         kept = received if keep else new_kept(x, routed, False)
     return y, kept
+
+
+def _multiply_tokens(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    y: torch.Tensor,
+    config: DispatchConfig,
+    kept: torch.Tensor | None,
+) -> None:
+    """Multiply tokens x [T, K] of each rank of ``plan``, all of which share memory."""
+    if config.kernel == "library":  # a group of this rank alone
+        rows = rows_of(x, x[:0], plan)
+        y.copy_(reference.grouped_matmul(rows, experts, plan.offsets))
+    else:
+        run_fused(x, experts, plan, y, plan.group_name, config, kept)
 
 
 def _fake(
@@ -455,20 +479,24 @@ def _backward(
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed, known_topology_of(group_name)).config is None:
-        rows = rows_of(x, kept, routed)
+    config = plan_call(experts, routed, known_topology_of(group_name)).config
+    tokens, near = x, routed
+    if config is not None and config.nodes > 1:
+        tokens, kept, near = over_nodes.kept_tokens(x, kept, routed, config.nodes)
+    if config is None or config.kernel == "library":
+        rows = rows_of(tokens, kept, near)
     else:
         from tileweave.kernels.experts.rows import gather_rows
 
         rows = gather_rows(
-            x,
+            tokens,
             kept,
-            routed.fields,
-            routed.local_experts,
-            max_tokens,
+            near.fields,
+            near.local_experts,
+            near.max_tokens,
             topk,
-            routed.rank,
-            routed.world_size,
+            near.rank,
+            near.world_size,
         )
     return dx, gradient_of_experts(grad, rows, routed.offsets)
 
@@ -480,13 +508,16 @@ def _sum_over_rows(
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
-    shape = shape_of(routed, turned.shape[1], turned.shape[2], turned.dtype)
-    machine = machine_in(known_topology_of(group_name), grad.device)
-    chosen = plan_combine(shape, machine, interpreting())
+    ranks = known_topology_of(group_name)
+    sizes = problem_of(routed, turned.shape[1], turned.shape[2], turned, ranks)
+    chosen = plan_combine(*sizes, interpreting())
     if chosen.config is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
-    run_combine(grad, turned, routed, None, dx, group_name, chosen.config)
+    if chosen.config.nodes > 1:
+        over_nodes.combine(f"gradient of {OP}", grad, turned, routed, None, dx, chosen.config)
+    else:
+        run_combine(grad, turned, routed, None, dx, group_name, chosen.config)
     return dx
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import endpoint, number_of, workspace_of
-from tileweave.ops.experts.routing_plan import RoutingPlan, layout_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, layout_of, words_of
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
@@ -80,7 +80,8 @@ def _routing_launcher(
     instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
     begins, _ = layout_of(size, max_tokens, topk, experts)
     peers = endpoint(instance, torch.int32)
-    return launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), begins[-1]
+    words = words_of(size, max_tokens, topk, experts)
+    return launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), words
 
 
 def run_fused(

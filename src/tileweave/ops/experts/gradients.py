@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
-from tileweave.ops.core.nodes import known_topology_of, machine_in
+from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import group_of, interpreting, machine_of
-from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, shape_of
+from tileweave.ops.experts import over_nodes
+from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, problem_of
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
 
 
@@ -35,24 +36,21 @@ def combine_gradients(
     group = group_of(group_name)
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
-    shape = shape_of(plan, experts.shape[2], experts.shape[1], y.dtype)
-    machine = machine_in(known_topology_of(group_name), y.device)
-    config = plan_dispatch(shape, machine, interpreting()).config
-    if config is None:
-        rows = reference.gather_rows(grad, plan, group)
-        g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
-        gy, right, dots = _weigh_rows(g, y, everyone, plan)
+    ranks = known_topology_of(group_name)
+    sizes = problem_of(plan, experts.shape[2], experts.shape[1], y, ranks)
+    config = plan_dispatch(*sizes, interpreting()).config
+    if config is not None and config.nodes > 1:
+        op, needs = "gradient of grouped_matmul_combine", int(need_weights)
+        with over_nodes.arriving(op, grad, experts, plan, needs) as (tokens, near):
+            if everyone is not None:
+                everyone = over_nodes.entries_in_node(everyone, plan, near)
+            gy, right, dots, rows = _gradient_of_rows(
+                tokens, y, experts, near, everyone, config, need_experts, need_weights
+            )
+            dots = over_nodes.entries_of_all(dots, plan, near)
     else:
-        gy, right, dots, rows = _fused_rows(
-            grad,
-            y.contiguous(),
-            experts,
-            plan,
-            everyone,
-            group_name,
-            config,
-            need_experts,
-            need_weights,
+        gy, right, dots, rows = _gradient_of_rows(
+            grad, y, experts, plan, everyone, config, need_experts, need_weights
         )
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
@@ -83,14 +81,13 @@ def gradient_of_experts(
     return product
 
 
-def _fused_rows(
+def _gradient_of_rows(
     grad: torch.Tensor,
     y: torch.Tensor,
     experts: torch.Tensor,
     plan: RoutingPlan,
     everyone: torch.Tensor | None,
-    group_name: str,
-    config: DispatchConfig,
+    config: DispatchConfig | None,
     keep: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,12 +96,18 @@ def _fused_rows(
     ``keep``: also what the gradient of experts needs. Ranks must agree on ``need_weights``: those
     gradients are exchanged, and a rank that does not need them would leave the others waiting.
     """
+    if config is None or config.kernel == "library":
+        sent = plan.world_size > 1
+        rows = reference.gather_rows(grad, plan, group_of(plan.group_name) if sent else None)
+        g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
+        return *_weigh_rows(g, y, everyone, plan), rows
+    y = y.contiguous()
     from tileweave.kernels.experts import rows as expert_rows
     from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
     g = new_rows(y, plan.bound, experts.shape[2])
     peers, rows = run_fused(
-        grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights)
+        grad, experts.transpose(1, 2), plan, g, plan.group_name, config, needs=int(need_weights)
     )
     if rows is None and keep:  # before the next call writes over them
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)

@@ -33,7 +33,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
-from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
+from tileweave.ops.core.nodes import known_topology_of, topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
@@ -46,9 +46,10 @@ from tileweave.ops.core.registry import (
     workspace_of,
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
+from tileweave.ops.experts import over_nodes
 from tileweave.ops.experts.gradients import combine_gradients
 from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
-from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, routing_plan, shape_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, problem_of, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
@@ -253,8 +254,8 @@ def check_tokens(
 
 def plan_call(plan: RoutingPlan, experts: torch.Tensor, ranks: Topology) -> Plan[CombineConfig]:
     """The plan of this call, the same on every rank."""
-    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
-    return plan_combine(shape, machine_in(ranks, experts.device), interpreting())
+    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
+    return plan_combine(*sizes, interpreting())
 
 
 def _accept(
@@ -324,7 +325,10 @@ def _forward(
         z = reference.grouped_matmul_combine(y, experts, plan, weights, group_of(group_name))
         return z if out is None else out.copy_(z)
     z = y.new_empty(tokens, experts.shape[1]) if out is None else out
-    run_fused(y, experts, plan, weights, z, group_name, chosen.config)
+    if chosen.config.nodes > 1:
+        over_nodes.combine(OP, y, experts, plan, weights, z, chosen.config)
+    else:
+        run_fused(y, experts, plan, weights, z, group_name, chosen.config)
     return z
 
 

@@ -5,7 +5,9 @@ Experts are sharded: expert e belongs to rank ``e // E_local``, E_local = E / R.
 choice of one token, ``(src * max_tokens + t) * k + j``: choice j of token t of rank ``src``. A
 *row* is an entry whose expert is on this rank. Rows are sorted by expert, without gaps; those of
 one expert by rank (rank, rank-1, rank-2, ... mod R), then t, then j. So this rank's own tokens come
-first, and then those that arrive first.
+first, and then those that arrive first. Over N nodes of L ranks, where tokens arrive through the
+rank of this node with the index of their own rank in its node, they are sorted by that index
+(index, index-1, ... mod L), then by node.
 
 All of it is one int32 tensor, *table*, since an operator returns tensors; the fields are views of
 it. There is no capacity and no dropped token: its size is the bound R * max_tokens * k, since a
@@ -22,8 +24,11 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import rank_and_size
+from tileweave.ops.core.nodes import machine_in
+from tileweave.ops.core.registry import machine_of, rank_and_size
+from tileweave.planning.machine import Machine
 from tileweave.planning.schedules.grouped import GroupedProblem
+from tileweave.planning.topology import Topology
 
 _WORDS = 4  # fields begin at multiples of 16 bytes
 
@@ -73,6 +78,9 @@ class RoutingPlan:
 
     send_offsets : [R, E_local + 1]
         How many tokens of send_order have a lowest expert there below e; the last: all.
+
+    everyone : [R, max_tokens, k]
+        Ids of the tokens of all ranks; undefined in a plan that the ranks of one node made.
     """
 
     table: torch.Tensor
@@ -95,7 +103,7 @@ class RoutingPlan:
     @property
     def words(self) -> int:
         """Number of int32 words of the table."""
-        return layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)[0][-1]
+        return words_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
@@ -133,13 +141,19 @@ class RoutingPlan:
     def send_offsets(self) -> torch.Tensor:
         return self._field(5).view(self.world_size, self.local_experts + 1)
 
+    @property
+    def everyone(self) -> torch.Tensor:
+        begin = self.words - _padded(self.entries)
+        shape = (self.world_size, self.max_tokens, self.topk)
+        return self.table[begin : begin + self.entries].view(shape)
+
 
 def layout_of(
     world_size: int, max_tokens: int, topk: int, local_experts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(begins, sizes) of the fields in the table, in int32 words.
+    """(begins, sizes) of the fields that kernels take, in int32 words of the table.
 
-    The last of begins is the size of the table.
+    The last of begins is where they end.
     """
     entries = world_size * max_tokens * topk
     sizes = (
@@ -152,8 +166,19 @@ def layout_of(
     )
     begins = [0]
     for size in sizes:
-        begins.append(begins[-1] + -(-size // _WORDS) * _WORDS)
+        begins.append(begins[-1] + _padded(size))
     return tuple(begins), sizes
+
+
+def words_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -> int:
+    """The size of a table in int32 words. It does not depend on nodes, which a compiler does not
+    know."""
+    fields = layout_of(world_size, max_tokens, topk, local_experts)[0][-1]
+    return fields + _padded(world_size * max_tokens * topk)
+
+
+def _padded(words: int) -> int:
+    return -(-words // _WORDS) * _WORDS
 
 
 def routing_plan(
@@ -170,7 +195,9 @@ def routing_plan(
     )
 
 
-def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> GroupedProblem:
+def shape_of(
+    plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype, nodes: int = 1
+) -> GroupedProblem:
     """The sizes of a call with weights [E_local, cols, depth]; the same on every rank."""
     return GroupedProblem(
         plan.world_size,
@@ -181,7 +208,18 @@ def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> Gr
         depth,
         dtype.itemsize,
         str(dtype).removeprefix("torch."),
+        nodes,
     )
+
+
+def problem_of(
+    plan: RoutingPlan, cols: int, depth: int, like: torch.Tensor, ranks: Topology
+) -> tuple[GroupedProblem, Machine]:
+    """What is planned of a call on tensors like ``like`` in a group of ``ranks``. Nodes of unlike
+    numbers of ranks have no path between them."""
+    even = ranks.per_node > 0
+    machine = machine_of(like.device) if even else machine_in(ranks, like.device)
+    return shape_of(plan, cols, depth, like.dtype, ranks.nodes if even else 1), machine
 
 
 def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> None:
@@ -221,12 +259,16 @@ def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
 
 
 def reference_plan(
-    everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None
+    everyone: torch.Tensor,
+    rank: int,
+    num_experts: int,
+    tokens: int | None = None,
+    nodes: int = 1,
 ) -> RoutingPlan:
     """The plan of ``rank`` in plain torch, from the ids of all ranks; does not wait for the device.
 
     ``everyone`` [R, max_tokens, k], -1 for no expert. ``tokens``: T of this rank; None: max_tokens.
-    The plan is valid for any group.
+    ``nodes``: of equally many ranks, for the order of rows. The plan is valid for any group.
     """
     size, max_tokens, topk = everyone.shape
     local = num_experts // size
@@ -237,7 +279,8 @@ def reference_plan(
     expert = ids.reshape(-1) - rank * local
     # entries of other ranks are sorted to the end
     expert = torch.where((expert >= 0) & (expert < local), expert, local)
-    step = (rank - entry // max(max_tokens * topk, 1)) % size
+    source, near = entry // max(max_tokens * topk, 1), size // nodes
+    step = (rank - source) % near * nodes + source // near
     order = ((expert * size + step) * entry.numel() + entry).argsort()
     offsets = _ends_below(expert, local)
     row_entry = torch.where(entry < offsets[-1], order, -1)
@@ -246,19 +289,70 @@ def reference_plan(
     entry_row = torch.where(expert < local, place, -1)
 
     own = ids[rank]  # [max_tokens, k]
-    there = own - torch.arange(size, device=device)[:, None, None] * local
-    first = torch.where((there >= 0) & (there < local), there, local).amin(2)  # [R, max_tokens]
-    send_order = (first * max_tokens + torch.arange(max_tokens, device=device)).argsort(1)
-    send_offsets = torch.stack([_ends_below(lowest, local) for lowest in first])
+    fields = (offsets, row_entry, entry_row, own, *_sends(own, size, local))
+    plan = _of_fields(fields, max_tokens if tokens is None else tokens, local, rank, size)
+    plan.everyone.copy_(everyone)
+    return plan
 
+
+def _sends(own: torch.Tensor, size: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(send_order, send_offsets) of own ids [max_tokens, k] for ``size`` ranks of ``local`` experts
+    each."""
+    token = torch.arange(own.shape[0], device=own.device)
+    there = own.long() - torch.arange(size, device=own.device)[:, None, None] * local
+    first = torch.where((there >= 0) & (there < local), there, local).amin(2)  # [R, max_tokens]
+    order = (first * own.shape[0] + token).argsort(1)
+    return order, torch.stack([_ends_below(lowest, local) for lowest in first])
+
+
+def _of_fields(
+    fields: tuple[torch.Tensor, ...],
+    tokens: int,
+    local: int,
+    rank: int,
+    size: int,
+    group_name: str = "",
+) -> RoutingPlan:
+    """The plan with these fields, in the order of the table; the fourth is ids [max_tokens, k]."""
+    max_tokens, topk = fields[3].shape
     begins, sizes = layout_of(size, max_tokens, topk, local)
-    table = torch.zeros(begins[-1], dtype=torch.int32, device=device)
-    fields = (offsets, row_entry, entry_row, own, send_order, send_offsets)
+    words = words_of(size, max_tokens, topk, local)
+    table = torch.zeros(words, dtype=torch.int32, device=fields[0].device)
     for begin, count, field in zip(begins[:-1], sizes, fields, strict=True):
         table[begin : begin + count] = field.reshape(-1)
-    return RoutingPlan(
-        table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size
+    return RoutingPlan(table, tokens, max_tokens, topk, local, rank, size, group_name)
+
+
+def plan_in_node(plan: RoutingPlan, nodes: int, group_name: str, sends: bool) -> RoutingPlan:
+    """The plan of the ranks of this node, for the same rows, where each of them has the tokens of
+    all ranks of its rail: token t of node b is number ``b * max_tokens + t``.
+
+    group_name : of the ranks of the node.
+    sends : whether send_order and send_offsets are needed; otherwise they are zeros.
+    """
+    near, local, most, topk = (
+        plan.world_size // nodes,
+        plan.local_experts,
+        plan.max_tokens,
+        plan.topk,
     )
+    node, index = divmod(plan.rank, near)
+    each = max(most * topk, 1)  # choices of a rank
+    source, choice = plan.row_entry // each, plan.row_entry % each
+    row_entry = (source % near * nodes + source // near) * each + choice
+    entry_row = plan.entry_row.view(nodes, near, -1).transpose(0, 1)
+    ids = plan.everyone.view(nodes, near, most, topk)[:, index].reshape(-1, topk)
+    ids = ids - node * near * local
+    ids = torch.where((ids >= 0) & (ids < near * local), ids, -1)
+    if sends:
+        order, offsets = _sends(ids, near, local)
+    else:
+        order, offsets = (
+            ids.new_zeros(near * nodes * most),
+            ids.new_zeros(near * (local + 1)),
+        )
+    fields = (plan.offsets, row_entry, entry_row, ids, order, offsets)
+    return _of_fields(fields, nodes * most, local, index, near, group_name)
 
 
 def _ends_below(expert: torch.Tensor, experts: int) -> torch.Tensor:

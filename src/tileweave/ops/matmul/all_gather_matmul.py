@@ -438,6 +438,5 @@ SPEC = OperatorSpec(
     reference=reference.all_gather_matmul,
     kernel="tileweave.kernels.all_gather.triton",
     dual="matmul_reduce_scatter",
-    traced="stamps",
     define_more=_define_more,
 )

@@ -328,5 +328,4 @@ SPEC = OperatorSpec(
     reference=reference.all_to_all_matmul,
     kernel="tileweave.kernels.all_to_all.gather_triton",
     dual="matmul_all_to_all",
-    traced="waits",
 )

@@ -302,5 +302,4 @@ SPEC = OperatorSpec(
     reference=reference.matmul_all_to_all,
     kernel="tileweave.kernels.all_to_all.scatter_triton",
     dual="all_to_all_matmul",
-    traced="waits",
 )

@@ -430,6 +430,5 @@ SPEC = OperatorSpec(
     reference=reference.matmul_reduce_scatter,
     kernel="tileweave.kernels.reduce_scatter.triton",
     dual="all_gather_matmul",
-    traced="waits",
     define_more=_define_more,
 )

@@ -39,109 +39,24 @@ different nodes NCCL has a time-out of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import rms_norm
 
-from tileweave.errors import CaptureError, RankMismatchError
-from tileweave.ops.core.collectives import enter_launch_order_of, leave_launch_order_of
-from tileweave.ops.core.registry import workspace_of
+from tileweave.ops.core.ways import Ways, add_in_order, spanning_call
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
 from tileweave.ops.matmul.cublas import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.planning.schedules.chunks import parts_by_weight
-from tileweave.transport.interface import Rail, Spanning
-from tileweave.transport.workspace import CALL, Workspace
+from tileweave.planning.schedules.chunks import EVEN, GROWING, SHRINKING, chunks_by_weight
 
 GATHER = "all_gather_matmul"
 SCATTER = "matmul_reduce_scatter"
 REDUCE = "matmul_all_reduce"
-# Relative sizes of chunks. An all-gather hides all matmuls but that of its last chunk, a
-# reduce-scatter all but that of its first; an all-reduce neither the first matmul nor the last
-# transfer. So these are small, with few chunks in all, as each costs a launch of NCCL.
-_SHRINKING = ((1,), (2, 1), (4, 2, 1), (8, 4, 2, 1))
-_GROWING = ((1,), (1, 2), (1, 2, 4), (1, 2, 4, 8))
-_EVEN = ((1,), (1, 1), (1, 2, 1), (1, 2, 2, 1))
-_UNIT = 128  # rows: of a tile of cuBLAS
 _LATER = 2  # chunks of an all-reduce that are multiplied before the first is gathered in the node
-
-
-class _Ways(NamedTuple):
-    """How data reaches the other ranks of a group that is on several nodes.
-
-    nodes, each : number of nodes, and of ranks of each.
-    node : the node of this rank.
-    inside : the workspace of the ranks of this node; None if it has one.
-    """
-
-    nodes: int
-    each: int
-    node: int
-    rail: Rail
-    inside: Workspace | None
-
-    @property
-    def others(self) -> list[int]:
-        """The other nodes, in order."""
-        return [node for node in range(self.nodes) if node != self.node]
-
-
-_FOUND: WeakKeyDictionary[Workspace, _Ways] = WeakKeyDictionary()
-
-
-def _ways(workspace: Workspace) -> _Ways:
-    """Those of the group of a workspace. Collective the first time."""
-    found = _FOUND.get(workspace)
-    if found is None:
-        transport = cast(Spanning, workspace.transport)
-        ranks = transport.topology
-        if transport.capturing():
-            raise CaptureError(
-                f"asked: the first call over {ranks} under CUDA-graph capture; allowed: capture "
-                "after a call; remedy: call tw.warmup(...) before"
-            )
-        inside = None
-        if ranks.per_node > 1:
-            inside = workspace_of(transport.inside(), transport.device)
-        node = ranks.node_of[transport.rank]
-        found = _Ways(ranks.nodes, ranks.per_node, node, transport.rail(), inside)
-        _FOUND[workspace] = found
-    return found
-
-
-@contextmanager
-def _call(op: str, group_name: str, x: torch.Tensor, chosen: Plan[MatmulConfig]) -> Iterator[_Ways]:
-    """A call: it is compared with those of peers, and is in the launch order of the device."""
-    workspace = workspace_of(group_name, x.device)
-    ways, ledger, posted = _ways(workspace), workspace.ledger, False
-    if chosen.checksum:
-        calls = ledger.calls
-        try:
-            ledger.post(op, chosen.checksum)
-        finally:
-            CALL.posted = posted = ledger.calls > calls
-    done = False
-    enter_launch_order_of(x)
-    try:
-        if not ledger.hear(ways.rail.agree(ledger.entry)):
-            ledger.compare(op)
-            raise RankMismatchError(
-                f"asked: {op} where a rank of another node makes another call; allowed: the same "
-                "calls in the same order; remedy: look at what the ranks of other nodes call, "
-                "then tileweave.close(group), and call again on every rank"
-            )
-        yield ways
-        done = True
-    finally:
-        CALL.posted = posted and not done  # calls inside the node have set it, too
-        ways.rail.join()
-        leave_launch_order_of(x)
 
 
 # --- The operators ---
@@ -158,13 +73,13 @@ def gather(
 ) -> None:
     """all_gather_matmul of plan ``chosen``: x [m, K], w [n, K], out [R m, n], gathered [R m, K]."""
     rows = x.shape[0]
-    with _call(GATHER, group_name, x, chosen) as ways:
+    with spanning_call(GATHER, group_name, x, chosen.checksum) as ways:
         places = out.view(ways.nodes, ways.each, rows, out.shape[1])
         kept = None
         if gathered is not None:
             kept = gathered.view(ways.nodes, ways.each, rows, x.shape[1])
         arriving = []
-        for begin_, end in _chunks(rows, chosen, _SHRINKING):
+        for begin_, end in _chunks(rows, chosen, SHRINKING):
             arrived = x.new_empty(ways.nodes, end - begin_, x.shape[1])
             transfer = _bind(ways.rail.all_gather, arrived, x[begin_:end])
             arriving.append((begin_, end, arrived, ways.rail.begin(transfer)))
@@ -189,10 +104,10 @@ def scatter(
 ) -> None:
     """matmul_reduce_scatter of plan ``chosen``: x [R m, k], w [N, k], out [m, N]."""
     rows, cols = out.shape
-    with _call(SCATTER, group_name, x, chosen) as ways:
+    with spanning_call(SCATTER, group_name, x, chosen.checksum) as ways:
         owned = x.view(ways.nodes, ways.each, rows, x.shape[1])
         traveling = []
-        for begin_, end in _chunks(rows, chosen, _GROWING):
+        for begin_, end in _chunks(rows, chosen, GROWING):
             sums, arrived = (out.new_empty(ways.nodes, end - begin_, cols) for _ in range(2))
             for node in ways.others:
                 _sum_in_node(ways, owned[node, :, begin_:end], w, None, sums[node])
@@ -203,7 +118,7 @@ def scatter(
         _sum_in_node(ways, owned[ways.node], w, bias, own)
         for begin_, end, _, arrived, wait in traveling:
             wait()
-            _add_in_order(own[begin_:end], arrived, ways.node, out[begin_:end])
+            add_in_order(own[begin_:end], arrived, ways.node, out[begin_:end])
 
 
 def reduce(
@@ -219,7 +134,7 @@ def reduce(
     ranks of a node. With ``added.norm_weight`` out gets the norm of the sum, and ``residual_out``
     the sum."""
     sums = out if residual_out is None else residual_out
-    with _call(REDUCE, group_name, x, chosen) as ways:
+    with spanning_call(REDUCE, group_name, x, chosen.checksum) as ways:
         first = ways.node == 0  # where the bias is added
         traveling = []
         for part in _of_each(x.shape[0], ways.each, chosen):
@@ -244,15 +159,13 @@ def _chunks(
 ) -> list[tuple[int, int]]:
     """(begin, end) of the chunks of ``rows``. ``weights``: of one chunk, of two, and so on."""
     assert chosen.config is not None, "the unfused path has no config"
-    return parts_by_weight(rows, weights[min(chosen.config.num_slices, len(weights)) - 1], _UNIT)
+    return chunks_by_weight(rows, chosen.config.num_slices, weights)
 
 
 def _of_each(rows: int, each: int, chosen: Plan[MatmulConfig]) -> list[slice]:
     """Chunks of ``rows``, of which each of ``each`` ranks sums as many. If these do not divide
     ``rows``, the last chunk is the last ``each`` rows, some of which are also in the one before."""
-    chunks = [
-        slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen, _EVEN)
-    ]
+    chunks = [slice(begin * each, end * each) for begin, end in _chunks(rows // each, chosen, EVEN)]
     return [*chunks, slice(rows - each, rows)] if rows % each else chunks
 
 
@@ -264,7 +177,7 @@ def _bind(transfer: Callable[..., None], *tensors: torch.Tensor) -> Callable[[],
 
 
 def _multiply_in_node(
-    ways: _Ways,
+    ways: Ways,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -285,7 +198,7 @@ def _multiply_in_node(
 
 
 def _each_of_node(
-    ways: _Ways,
+    ways: Ways,
     x: torch.Tensor,
     use: Callable[[int, torch.Tensor], object],
     whole: tuple[torch.Tensor, ...],
@@ -330,7 +243,7 @@ class _OfRanks(NamedTuple):
 
 
 def _sum_in_node(
-    ways: _Ways,
+    ways: Ways,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -347,7 +260,7 @@ def _sum_in_node(
 
 
 def _gather_in_node(
-    ways: _Ways,
+    ways: Ways,
     traveling: tuple[torch.Tensor, torch.Tensor, Callable[[], None]],
     whole: torch.Tensor,
 ) -> None:
@@ -359,16 +272,3 @@ def _gather_in_node(
         return
     places = target.view(ways.each, *own.shape)
     _each_of_node(ways, own, lambda index, part: places[index].copy_(part), (whole,))
-
-
-def _add_in_order(own: torch.Tensor, arrived: torch.Tensor, node: int, out: torch.Tensor) -> None:
-    """out = the sum over nodes of ``own`` [r, N] and of ``arrived`` [nodes, r, N], whose own part
-    is not used; added in the order of nodes in float32 and rounded once."""
-    if arrived.shape[0] == 2:  # of two there is one order
-        torch.add(own, arrived[1 - node], out=out)
-        return
-    parts = [own if at == node else part for at, part in enumerate(arrived)]
-    total = parts[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    out.copy_(total)

@@ -18,7 +18,7 @@ from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_eleme
 from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.cublas import INSTANCE, Product, Tensors
+from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT, Product, Tensors
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
 
@@ -35,11 +35,15 @@ class Added(NamedTuple):
 
 @dataclass(slots=True)
 class MultiplyThenReduce:
-    """Calls of one shape: the sum over ranks of product(x), plus bias, plus residual."""
+    """Calls of one shape: the sum over ranks of product(x), plus bias, plus residual.
+
+    partial : where product(x) is stored in eager calls, if that is small.
+    """
 
     reduce: Launcher
     norm: Launcher
     quantizers: dict[str, Launcher]
+    partial: torch.Tensor | None
 
     def __call__(
         self,
@@ -55,10 +59,11 @@ class MultiplyThenReduce:
         """Store the sum in ``out``: [M, N], or this rank's rows [M / R, N] of it. With
         ``added.norm_weight`` ``out`` gets the norm of the sum, and ``residual_out`` the sum; with
         ``added.quantize`` ``out`` gets its FP8 data (uint8), and ``scale`` their scales."""
-        partial = product(x)
         sums = out if residual_out is None else residual_out
-        instance.begin(checksum)
+        capturing = instance.begin(checksum)
         try:
+            # after begin(): the matmul, too, comes after launches on other streams
+            partial = product(x, None if capturing else self.partial)
             self.reduce(partial, sums, added.bias, added.residual)
         finally:
             instance.launched()
@@ -94,7 +99,7 @@ def _launchers(
     dtype: torch.dtype,
     own_rows: int,
     config: MatmulConfig,
-) -> tuple[Launcher, Launcher, dict[str, Launcher]]:
+) -> tuple[Launcher, Launcher, dict[str, Launcher], torch.Tensor | None]:
     transport, (rows, cols) = instance.transport, shape
     size, everywhere, one_shot = transport.world_size, own_rows == rows, config.shots == 1
     require(
@@ -125,4 +130,7 @@ def _launchers(
     quantizers = {
         kind: norm_quantize_launcher(rows, cols, kind == "block") for kind in ("row", "block")
     }
-    return reduce, norm_launcher(rows, cols), quantizers
+    partial, nbytes = None, rows * cols * dtype.itemsize
+    if nbytes <= MOST_KEPT:  # of no use to any other call, see gather_then_multiply()
+        partial = instance.scratch(MOST_KEPT)[:nbytes].view(dtype).view(rows, cols)
+    return reduce, norm_launcher(rows, cols), quantizers, partial

@@ -6,6 +6,22 @@ from collections.abc import Sequence
 
 from tileweave.planning.schedules.gather import cdiv
 
+# Relative sizes of chunks that travel between nodes: of one chunk, of two, and so on. An all-gather
+# hides all matmuls but that of its last chunk, a reduce-scatter all but that of its first; an
+# all-reduce neither the first matmul nor the last transfer. So these are small, with few chunks in
+# all, as each costs a launch of NCCL.
+SHRINKING = ((1,), (2, 1), (4, 2, 1), (8, 4, 2, 1))
+GROWING = ((1,), (1, 2), (1, 2, 4), (1, 2, 4, 8))
+EVEN = ((1,), (1, 1), (1, 2, 1), (1, 2, 2, 1))
+UNIT = 128  # rows: of a tile of cuBLAS
+
+
+def chunks_by_weight(
+    rows: int, most: int, weights: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """(begin, end) of at most ``most`` chunks of ``rows`` that travel between nodes."""
+    return parts_by_weight(rows, weights[min(most, len(weights)) - 1], UNIT)
+
 
 def parts_by_weight(rows: int, weights: Sequence[int], unit: int = 1) -> list[tuple[int, int]]:
     """(begin, end) of at most ``len(weights)`` chunks of ``rows``, as large as ``weights`` say; of

@@ -7,11 +7,12 @@ with which config.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import (
     FUSED_WORLD_SIZES,
+    C,
     KernelName,
     Plan,
     why_no_kernel,
@@ -33,6 +34,8 @@ class DispatchConfig:
     signal_blocks : signals per peer, at most 32. Each announces the tokens of a block of experts.
     ordered : whether rows are copied into the order of experts for TMA before they are multiplied;
         otherwise tiles gather them (``"hopper"``).
+    nodes : of the group. Over several, tokens cross once per node, and the rest is about the ranks
+        of a node; ``"library"``, torch's grouped matmul, where it has one.
     """
 
     kernel: KernelName
@@ -46,9 +49,12 @@ class DispatchConfig:
     push_rows: int = 4
     signal_blocks: int = 8
     ordered: bool = False
+    nodes: int = 1
 
     def __str__(self) -> str:
         """The summary that a plan shows; repr has every field."""
+        if self.kernel == "library":
+            return "torch's grouped matmul"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {tile}, {self.num_stages} stages"
 
@@ -60,6 +66,7 @@ class GroupedProblem:
     max_tokens, topk : tokens per rank, at most, and experts per token.
     experts : local experts.
     cols, depth : columns and K of each expert's weight.
+    nodes : into which the ranks are divided equally.
     """
 
     world_size: int
@@ -70,6 +77,13 @@ class GroupedProblem:
     depth: int
     itemsize: int
     dtype: str
+    nodes: int = 1
+
+    @property
+    def in_node(self) -> GroupedProblem:
+        """That of the ranks of one node, each of which has the tokens of a rail."""
+        near, most = self.world_size // self.nodes, self.nodes * self.max_tokens
+        return replace(self, world_size=near, max_tokens=most, nodes=1)
 
     @property
     def rows_per_expert(self) -> float:
@@ -182,6 +196,9 @@ def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
 
 def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[DispatchConfig]:
     """The plan of a dispatch_grouped_matmul: what can run, then what is fastest."""
+    if p.nodes > 1:
+        inside = plan_dispatch(p.in_node, machine, interpreting)
+        return over_nodes(p, inside, _ALONE, machine, interpreting)
     if p.world_size == 1:
         return Plan("unfused", "a group of one rank has nothing to send")
     reason = why_unfused(
@@ -197,6 +214,28 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are not a multiple of 16 bytes")
     return Plan("fused", f"{p.rows_per_expert:.0f} rows per expert if balanced", dispatch_config(p))
+
+
+def over_nodes(
+    p: GroupedProblem, inside: Plan[C], alone: C, machine: Machine, interpreting: bool
+) -> Plan[C]:
+    """The plan of an expert operator over several nodes, given that of the ranks of one.
+
+    ``alone``: how it is divided where a node has one rank, which then exchanges nothing inside.
+    """
+    where = f"{p.nodes} nodes x {p.world_size // p.nodes}"
+    config, reason = inside.config, inside.reason
+    if p.world_size == p.nodes:
+        sizes = (p.max_tokens, p.topk, p.cols, p.depth)
+        found = why_unfused(FUSED_WORLD_SIZES[0], sizes, machine, interpreting)
+        config, reason = (alone, f"{p.max_tokens} tokens") if found is None else (None, found)
+    if config is None:
+        return Plan("unfused", f"{where}: {reason}")
+    reason = f"{where}, tokens cross once per node; {reason}"
+    return Plan("fused", reason, replace(config, nodes=p.nodes))  # type: ignore[type-var]
+
+
+_ALONE = DispatchConfig("library", 16, 32, 64, 1, 4)
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
