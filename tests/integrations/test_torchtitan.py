@@ -23,7 +23,7 @@ pytest.importorskip(
 )
 
 STEPS, LEARNING_RATE = 3, 0.1
-SECONDS = 480  # of a job: on a busy machine the first import of torchtitan, or compiling, takes long
+SECONDS = 480  # of a job: the first import of torchtitan, and compiling, take long on busy machines
 pytestmark = pytest.mark.timeout(540)
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(16).expand(2, 16).contiguous()
