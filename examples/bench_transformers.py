@@ -1,6 +1,6 @@
 """Models of Hugging Face transformers with tileweave against the same models without it.
 
-    python3 examples/bench_transformers.py          # two GPUs, about two minutes
+    python3 examples/bench_transformers.py --json out.json   # two GPUs, about two minutes
     python3 examples/bench_transformers.py --tiny   # anywhere: does it run, are logits the same?
 
 First both are compared. Sums are rounded in other places, and where two experts of a token are
@@ -15,13 +15,18 @@ routing: a difference of both that is no larger than those is rounding.
 Random weights in the shapes of Llama 3 8B (8 layers) and Qwen3-30B-A3B (4 layers), tensor and
 expert parallel over two ranks. Stock is what transformers does: cuBLAS, then NCCL. Both are called
 as they come ("eager"), where launches of many small kernels may take longer than the kernels, and
-replayed from a CUDA graph. ``logits_to_keep=1``: the head computes one position.
+replayed from a CUDA graph. ``logits_to_keep=1``: the head computes one position. The table at the
+end compares the faster one of stock with the faster one of tileweave.
 """
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +91,7 @@ class Options:
     repeats: int
     models: tuple[str, ...]
     float32: bool = False
+    json: str | None = None
 
     def config(self, name: str) -> transformers.PretrainedConfig:
         config = {"llama": LLAMA, "qwen3-moe": QWEN}[name]
@@ -160,13 +166,15 @@ def decode(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
-def compare(config: transformers.PretrainedConfig, me: Member, options: Options) -> bool:
-    """Print differences and times of one model; whether all differences are small."""
+def compare(
+    config: transformers.PretrainedConfig, me: Member, options: Options
+) -> list[dict[str, Any]]:
+    """Print differences and times of one model. Returns them, case by case."""
     models = {name: build(config, me, name == "tileweave") for name in ("stock", "tileweave")}
     reference = in_float32(models["stock"], config, me) if options.float32 else None
     cases = {f"prefill {n}": n for n in ((64,) if options.tiny else PREFILL)}
     cases[f"decode {DECODE}"] = DECODE
-    right = True
+    results = []
     for case, tokens in cases.items():
         decodes = case.startswith("decode")
         functions = {k: decode(m) if decodes else prefill(m, tokens) for k, m in models.items()}
@@ -174,13 +182,14 @@ def compare(config: transformers.PretrainedConfig, me: Member, options: Options)
         if not decodes:
             compared = {k: prefill(m, tokens, COMPARED) for k, m in models.items()}
         found = differences(models, compared, tokens)
-        right &= found.right
         say(me, f"{config.model_type} {case}: {found}")
         if reference is not None:
             call = decode(reference) if decodes else prefill(reference, tokens, COMPARED)
             say(me, f"{config.model_type} {case}: {from_float32(call, compared)}")
+        forms: dict[str, dict[str, Timing]] = {}
         for graph in (False, True) if me.on_gpu else (False,):
-            times = measure(
+            how = "graph" if graph else "eager"
+            forms[how] = times = measure(
                 functions,
                 me.group,
                 me.device,
@@ -189,8 +198,40 @@ def compare(config: transformers.PretrainedConfig, me: Member, options: Options)
                 graph=graph,
                 on_capture_failure="nan",
             )
-            say(me, row(config, case, "graph" if graph else "eager", times))
-    return right
+            say(me, row(config, case, how, times))
+        results.append(
+            {
+                "model": config.model_type,
+                "case": case,
+                "right": found.right,
+                "logits_apart": float(found.logits.max()),
+                **{name: best(name, forms) for name in models},
+                "times": {
+                    how: {name: t.as_dict() for name, t in times.items()}
+                    for how, times in forms.items()
+                },
+            }
+        )
+    return results
+
+
+def best(name: str, forms: dict[str, dict[str, Timing]]) -> dict[str, Any]:
+    """The faster way to call a model, and its time; a form that cannot be captured is NaN."""
+    found = {how: times[name].median_us for how, times in forms.items()}
+    how = min(found, key=lambda key: (isnan(found[key]), found[key]))
+    return {"how": how, "median_us": found[how]}
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    lines = ["", f"{'best of each':24} {'stock':>16} {'tileweave':>16}    stock / tileweave"]
+    for result in results:
+        stock, ours = result["stock"], result["tileweave"]
+        one, other = (f"{t['median_us']:9.0f} {t['how']}" for t in (stock, ours))
+        lines.append(
+            f"{result['model']:10}{result['case']:14} {one:>16} {other:>16} us "
+            f"{stock['median_us'] / ours['median_us']:6.3f}{'' if result['right'] else '  WRONG'}"
+        )
+    return "\n".join(lines)
 
 
 # --- Are they the same? ---
@@ -344,13 +385,19 @@ def run(me: Member, options: Options) -> bool:
     os.environ.setdefault("LOCAL_RANK", str(me.rank))  # transformers asks for it
     say(me, f"transformers {transformers.__version__}, torch {torch.__version__}")
     say(me, f"{'model':9} {'case':13} {'how':6} {'stock':>9} {'tileweave':>9}    stock / tileweave")
-    right = True
+    results = []
     for name in options.models:
-        right &= compare(options.config(name), me, options)
+        results += compare(options.config(name), me, options)
         if me.on_gpu:
             torch.cuda.empty_cache()
     tw.synchronize()
-    return right
+    say(me, summary(results))
+    if options.json is not None and me.rank == 0:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        device = torch.cuda.get_device_name() if me.on_gpu else "cpu"
+        found = {"versions": versions, "device": device, "ranks": me.world_size, "cases": results}
+        Path(options.json).write_text(json.dumps(found, indent=1))
+    return all(result["right"] for result in results)
 
 
 def main() -> int:
@@ -359,9 +406,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=200, help="time limit")
     parser.add_argument("--float32", action="store_true", help="also compare with float32")
+    parser.add_argument("--json", metavar="FILE", help="write all times and differences")
     parser.add_argument("models", nargs="*", default=["llama", "qwen3-moe"])
     given = parser.parse_args()
-    options = Options(given.tiny, given.repeats, tuple(given.models), given.float32)
+    options = Options(given.tiny, given.repeats, tuple(given.models), given.float32, given.json)
     right = launch(
         run,
         options,

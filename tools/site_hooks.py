@@ -20,6 +20,7 @@ PAGES = {ROOT / name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 FOLDER = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)\)")
 COMMANDS = "<!-- commands -->"
+TABLES = re.compile(r"measured|results/|files/")  # pages that would bury what one looks for
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,6 +42,12 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead links to the copies, and fill in the commands."""
     uri = page.file.src_uri
+    if TABLES.match(uri):
+        page.meta["search"] = {"exclude": True}
+    elif uri.startswith("reference/"):
+        page.meta["search"] = {"boost": 8}
+    elif uri.startswith(("guides/", "integrations/", "start/")):
+        page.meta["search"] = {"boost": 2}
     source = next((path for path, name in PAGES.items() if name == uri), DOCS / uri)
 
     def lead(found: re.Match[str]) -> str:

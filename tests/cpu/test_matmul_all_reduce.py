@@ -333,6 +333,25 @@ def test_chunks(worlds: Worlds, size: int, chunks: int) -> None:
     worlds("gloo", size).run(parity.parity, cases, replace(CHUNKS, row_chunks=chunks))
 
 
+def other_strides(me: Member, case: Case, config: MatmulConfig) -> None:
+    """Calls of one size, with lines of the weight along K and along N, and rows of x apart."""
+    for number in range(3):
+        call = prepare(case, me.rank, me.world_size, me.device, number)
+        x, w = call.operands.x, call.operands.w
+        if number == 1:
+            w = w.t().contiguous().t()
+        if number == 2:
+            x = x.new_zeros(x.shape[0], x.shape[1] + 8)[:, : x.shape[1]].copy_(x)
+        call = replace(call, operands=replace(call.operands, x=x, w=w))
+        parity.run(call, dist.group.WORLD, config)
+        call.verify(f"rank {me.rank}, call {number}")
+
+
+@fused
+def test_chunks_of_operands_with_other_strides(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(other_strides, case(66, 24, 40), CHUNKS)
+
+
 def equal_bits(me: Member, case: Case, config: MatmulConfig) -> None:
     call = prepare(case, me.rank, me.world_size, me.device, 0)
     parity.run(call, dist.group.WORLD, config)

@@ -159,7 +159,7 @@ def test_trace_in_words() -> None:
     assert "rank 0 ended last, 0.3 us after" in tail
     hidden = merge("", [[event(0, "compute", 0, 0, 100)], [event(1, "compute", 1, 20, 220)]], False)
     assert in_words(hidden) == [
-        "No program waited: all communication was hidden.",
+        "No program waited for a peer.",
         "Rank 1 took longest, 0.2 us; the shortest took 0.1 us.",
     ]
     assert in_words(merge("", [[], []], True)) == ["Nothing was recorded."]

@@ -49,6 +49,17 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert broken(document) == []
 
 
+def test_pictures_are_told_in_words() -> None:
+    """What a picture shows, for readers who do not see it."""
+    alone = {
+        f"{document.name}: {text}"
+        for document in DOCUMENTS
+        for text in re.findall(r"!\[([^\]]*)\]", document.read_text("utf-8"))
+        if len(text.split()) < 12
+    }
+    assert alone == set()
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

@@ -117,7 +117,7 @@ def test_kernels_find_the_tables_through_the_control_block(copied: bool) -> None
     instance = Instance(OP, NotingTransport(world_size=4, rank=1), copied=copied)
     instance.reserve(64)
     instance.reserve(100_000)
-    words = instance.control[protocol.TABLES :].view(torch.int64).tolist()
+    words = instance.control[protocol.TABLES : protocol.RECORD].view(torch.int64).tolist()
     tables = [instance.slot_table.data_ptr(), instance.signal_table.data_ptr()]
     ranks = (
         int(instance.control[protocol.TABLE_RANK]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tileweave.profile.trace import (
     SEVERAL,
     Event,
     chrome,
+    from_chrome,
     in_words,
     merge_gpus,
 )
@@ -113,13 +115,17 @@ def test_words_and_file_of_a_trace_of_gpus() -> None:
         "multiprocessor 3",
     ]
     assert all(each.get("tid", 0) >= 0 for each in rows)
+    assert from_chrome(json.loads(json.dumps(chrome(trace)))) == trace
 
 
 def test_a_trace_of_gpus_is_drawn(tmp_path: Any) -> None:
     plot = pytest.importorskip("tileweave.profile.plot")
+    report_page = pytest.importorskip("tileweave.commands.report_page")
     inside = [Event(0, 7, "program", 0, 3_000, 90_000), Event(0, 7, "wait", 1, 5_000, 26_200)]
     trace = merge_gpus("t", [[*activities(EXPORTED, 0), *inside], activities(EXPORTED, 1)], [108.0])
     plot.plot_traces([trace], tmp_path / "x.png")
+    drawn = report_page._time_line(trace)
+    assert "rank 0 multiprocessor 7<" in drawn and 'fill-opacity="0.3"' in drawn and "gemm" in drawn
     labels = {patch.get_label() for patch in plot.legend_of([trace])}
     assert {"kernel of that rank", "program of a kernel of that rank"} <= labels
     assert (tmp_path / "x.png").stat().st_size > 10_000

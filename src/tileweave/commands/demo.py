@@ -263,7 +263,9 @@ def _trace_on_gpu(member: Member, title: str, subject: Any, operands: Any, plan:
     from tileweave.profile.device import record_on_gpu
 
     def start() -> Callable[[], Recording]:
-        if hasattr(subject, "start"):  # its kernel stamps tiles
+        config = plan.config
+        if hasattr(subject, "start") and config is not None and config.kernel != "library":
+            # its kernel stamps tiles; cuBLAS does not
             return subject.start(operands, member.group)
         out = subject.call(operands, member.group)[0]
         return lambda: Recording(plan, out)

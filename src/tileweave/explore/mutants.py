@@ -19,7 +19,7 @@ from typing import Any
 SOURCE = Path(__file__).parents[1]
 # What exploration runs as it is. Gluon kernels and transports of devices cannot be interpreted.
 PLACES = ("kernels", "device/triton", "device/interpreter/words.py", "transport/workspace.py")
-NEVER = re.compile(r"hopper|compile_all|launch\.py|descriptors|trace|__init__|/signal\.py")
+NEVER = re.compile(r"hopper|compile_all|launch\.py|descriptors|trace|/record|__init__|/signal\.py")
 KINDS = ("signal", "wait", "slot", "select", "count")
 SIGNALS = re.compile(
     r"^(notify|come$|meet$|advance|leave|count_|tell|announce|signal_copy|release|poison|stamp_|"
@@ -217,7 +217,8 @@ def variants(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.AST]]:
     elif kind and isinstance(node, ast.Assign):
         yield kind, _with(node, "value", ast.Constant(0))
     if isinstance(node, ast.Call):
-        yield from _of_call(node)
+        if not ast.unparse(node.func).startswith("record."):  # compiled in for traces only
+            yield from _of_call(node)
     elif isinstance(node, ast.BinOp):
         yield from _of_arithmetic(node)
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in LESS:
@@ -235,7 +236,7 @@ def variants(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_debug(test: ast.expr) -> bool:
-    return "TRACE" in ast.unparse(test)
+    return bool(re.search("TRACE|STAMPED", ast.unparse(test)))
 
 
 def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:

@@ -140,7 +140,7 @@ def growth(world: World, rank: int, seed: int) -> Found:
     yield equal("sizes", (one.slot_bytes, one.num_slots, one.counters.numel()), (2048, 2, 3))
     yield equal("bytes", one.nbytes, signals + 4096)
     yield equal("caches", (one.cache, one.version), ({}, 2))
-    tables = one.control[protocol.TABLES :].view(torch.int64).tolist()
+    tables = one.control[protocol.TABLES : protocol.RECORD].view(torch.int64).tolist()
     addresses = [one.slot_table.data_ptr(), one.signal_table.data_ptr()]
     yield equal("tables", tables, [0, 0] if seed % 2 else addresses)
     ranks = one.control[[protocol.TABLE_RANK, protocol.TABLE_RANKS]].tolist()
@@ -414,7 +414,7 @@ def waits(world: World, rank: int, seed: int) -> Found:
     signals = torch.tensor([4, 5, 6, -(2**31)], dtype=torch.int32)
     tables = torch.tensor([[11, 22], [33, 44]])
     words = torch.tensor([tables[0].data_ptr(), tables[1].data_ptr()])
-    control[protocol.TABLES :] = words.view(torch.int32)
+    control[protocol.TABLES : protocol.RECORD] = words.view(torch.int32)
     control[protocol.TABLE_RANKS], control[protocol.TABLE_RANK] = 2, 1
     first, block, told = control.clone(), control.data_ptr(), report.data_ptr()
     pauses: list[int] = []

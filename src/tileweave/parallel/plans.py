@@ -42,7 +42,10 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
 # Norms between the layers of an attention: each rank applies them to its own heads.
-OWN_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
+OWN_HEADS = (
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
+    *("query_layernorm", "key_layernorm"),
+)
 COLUMN, ROW = "colwise", "rowwise"
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
 WHOLE = (
@@ -54,16 +57,22 @@ WHOLE = (
     "replicate",
     "replicated",
 )
+UNTOUCHED = ("replicate", "replicated")  # in plans of users, too
 SUMS = ("sequence_parallel", "replicated_with_grad_allreduce")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One module and its linear layers, by name."""
+    """One module and its linear layers, by name.
+
+    ``shares``: they take the input of the module. False: the module has other parts, too, such as
+    an attention, and its layers take what those made.
+    """
 
     path: str
     columns: tuple[str, ...]
     row: str
+    shares: bool = True
 
     def paths(self) -> dict[str, str]:
         """The kind of each linear layer, by path."""
@@ -83,10 +92,12 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
         for name in sorted(children & set(FUSED)):
             if isinstance(getattr(module, name), nn.Linear):
                 fused.append(_split_or_refuse(model, path, name, size))
+        if children & set(FUSED):
+            continue
         for columns, row in NAMES:
-            if children.issuperset((*columns, row)) and not children.intersection(FUSED):
+            if children.issuperset((*columns, row)):
                 found.append(Block(path, columns, row))
-                break
+                children -= {*columns, row}
     known = (*NAMES[:5], ((GATE_UP[0],), GATE_UP[1]))
     require(
         bool(found or fused),
@@ -129,7 +140,7 @@ def split_fused(
             refuse_fused(path, "this style has no parts")
     if given is None:
         return fused
-    whole = matched(model, {p: s for p, s in given.items() if s in WHOLE})
+    whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     for path in whole:
         parent, _, name = path.rpartition(".")
         if name not in FUSED:
@@ -157,13 +168,17 @@ def of_transformers(model: nn.Module) -> dict[str, str] | None:
     return {**base, **own} or None
 
 
-def matched(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
-    """The style of each module that a pattern of ``plan`` matches, by path; the last one counts."""
+def matched(model: nn.Module, plan: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+    """The style of each module that a pattern of ``plan`` matches, by path; the last one counts.
+
+    Raises :class:`InputError` if ``strict`` and a pattern matches nothing. A plan of transformers
+    may be that of another variant of the model, too.
+    """
     names = [name for name, _ in model.named_modules()]
     found: dict[str, Any] = {}
     for pattern, style in plan.items():
         paths = [name for name in names if fnmatchcase(name, pattern)]
-        if not paths:
+        if strict and not paths:
             raise InputError(
                 f"asked: a plan with {pattern!r}; allowed: patterns that match modules of "
                 f"{type(model).__name__}; remedy: look at model.named_modules()"
@@ -173,14 +188,22 @@ def matched(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def blocks_of(styles: dict[str, Any]) -> list[Block]:
-    """The modules whose linear layers of known names are all in ``styles`` as colwise and
-    rowwise."""
-    parents = {path.rpartition(".")[0] for path in styles}
+    """The modules of ``styles`` that have colwise layers and a rowwise one: of known names, or one
+    rowwise layer at the end of all."""
+    children: dict[str, dict[str, str]] = {}
+    for path, style in styles.items():
+        parent, _, name = path.rpartition(".")
+        if isinstance(style, str) and style in (COLUMN, ROW):
+            children.setdefault(parent, {})[name] = style
     found = []
-    for parent in sorted(parents):
+    for parent in sorted(children):
+        left = children[parent]
         for columns, row in NAMES:
-            block = Block(parent, columns, row)
-            if all(styles.get(path) == kind for path, kind in block.paths().items()):
-                found.append(block)
-                break
+            wanted = {**dict.fromkeys(columns, COLUMN), row: ROW}
+            if all(left.get(name) == style for name, style in wanted.items()):
+                found.append(Block(parent, columns, row))
+                left = {name: style for name, style in left.items() if name not in wanted}
+        rows = [name for name, style in left.items() if style == ROW]
+        if len(rows) == 1 and len(left) > 1:
+            found.append(Block(parent, tuple(name for name in left if name not in rows), rows[0]))
     return found

@@ -1,8 +1,10 @@
-"""One gather for the linear layers that take the input of a module: q, k and v of an attention,
-gate and up of an MLP.
+"""One gather, or one sum of gradients, for the linear layers that take the input of a module: q, k
+and v of an attention, gate and up of an MLP.
 
-The module gets the gathered input, so that it may take shapes from it. Its linear layers take what
-was computed with the gather: one operator call for all of them, and no copy of weights.
+With a gather the module gets the gathered input, so that it may take shapes from it. Its linear
+layers take what was computed with the gather: one operator call for all of them, and no copy of
+weights. Without one the module gets its input as it is: it may use it for something else, whose
+gradient is whole. Its linear layers take one copy, whose gradient is summed.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ INPUTS = ("hidden_states", "x", "input", "inputs")
 
 
 class SharedColumn(ColumnParallelLinear):
-    """A column-parallel layer whose module has the input for it: ``given``."""
+    """A column-parallel layer whose module has the input for it.
 
-    given: tuple[torch.Tensor, torch.Tensor | None] | None
+    ``given``: the input of the module, and in its place the output of this layer (with a gather) or
+    what to multiply.
+    """
+
+    given: tuple[torch.Tensor, torch.Tensor] | None
     path: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.given is None:
             return super().forward(input)
-        x, y = self.given
+        x, instead = self.given
         if input is x:
-            if y is not None:
-                return y
-            x, w, bias = under_autocast(input, *self._parts())
+            if self.gather:
+                return instead
+            x, w, bias = under_autocast(instead, *self._parts())
             if self.fp8 is not None:
                 return in_fp8(x, w, bias, self.fp8)
             return nn.functional.linear(x, w, bias)
@@ -76,10 +82,9 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = _input_of(path, args, kwargs)
         x = args[key] if isinstance(key, int) else kwargs[key]
-        ys: list[Any] = [None] * len(layers)
         if first.gather:
             cast = under_autocast(x, *(part for layer in layers for part in layer._parts()))
-            ys, x = all_gather_matmul(
+            instead, x = all_gather_matmul(
                 cast[0],
                 list(cast[1::2]),
                 list(cast[2::2]),
@@ -88,8 +93,8 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
                 gather_dim=first.dim,
             )
         else:
-            x = copy_to_group(x, first.group_name)
-        for layer, y in zip(layers, ys, strict=True):
+            instead = [copy_to_group(x, first.group_name)] * len(layers)
+        for layer, y in zip(layers, instead, strict=True):
             layer.given = (x, y)
         if isinstance(key, int):
             return (*args[:key], x, *args[key + 1 :]), kwargs

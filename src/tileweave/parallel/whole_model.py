@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -11,17 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.nn.replicated import replicate
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
-from tileweave.parallel.fused import INTERLEAVED, FusedLayer, check_parts, class_path, split
+from tileweave.parallel.checks import check_block, check_fused, check_own_rows, check_styles
+from tileweave.parallel.fused import FusedLayer, split
 from tileweave.parallel.plans import (
     COLUMN,
     OWN_HEADS,
     ROW,
     SUMS,
+    UNTOUCHED,
     WHOLE,
     Block,
     blocks_of,
@@ -77,8 +78,10 @@ def parallelize(
         ``down_proj``.
 
         A dict gives a style for each pattern of module paths (``fnmatch``, such as
-        ``"layers.*.wq"``): "colwise", "rowwise", "sequence_parallel", or a ``ParallelStyle`` of
-        ``tileweave.parallel`` or torch.
+        ``"layers.*.wq"``): "colwise", "rowwise", "sequence_parallel" (its input is a part: own
+        rows, heads or features, and gradients of its parameters are summed over ranks),
+        "replicated" (its input is whole), or a ``ParallelStyle`` of ``tileweave.parallel`` or
+        torch.
 
     sequence_parallel : bool
         False: activations between layers are the same on every rank, and each row-parallel layer
@@ -111,23 +114,37 @@ def parallelize(
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     size = dist.get_world_size(group_of(name))
-    styles, blocks, fused = _styles(model, plan, size)
+    styles, blocks, fused, whole = _styles(model, plan, size)
     at = sequence_dim if sequence_parallel else None
-    _check(model, styles, [*blocks, *(Block(f.path, (f.name,), f.row) for f in fused)], size)
+    check_styles(model, styles, size)
+    every = styles.keys() | {
+        path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
+    }
+    styled = {**dict.fromkeys(every, COLUMN), **styles}
+    blocks = [check_block(model, block, styled, whole, size) for block in blocks]
     for layer in fused:
-        _check_fused(model, layer, size)
+        check_block(model, Block(layer.path, (layer.name,), layer.row), styled, whole, size)
+        check_fused(model, layer, size)
+    outer = _outer_lists(model, [*styled]) if sequence_parallel else []
+    if sequence_parallel:
+        roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
+        check_own_rows(model, roots, blocks, styled)
     for layer in fused:
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
         styles.update(blocks[-1].paths())
     over = mesh_of(flat, device)
-    for path, style in styles.items():
+    sums_last = sorted(styles.items(), key=lambda entry: _sums(entry[1]))
+    for path, style in sums_last:
+        if style in UNTOUCHED:
+            continue
         made = _style(style, at)
         made.src_data_rank = src_data_rank
         _replace(model, path, made._apply(model.get_submodule(path), over))
     for block in blocks:
-        share_input(model.get_submodule(block.path), block.path, block.columns)
-    rows = _own_rows(model, styles, name, sequence_dim) if sequence_parallel else []
+        if block.shares:
+            share_input(model.get_submodule(block.path), block.path, block.columns)
+    rows = _own_rows(model, outer, name, sequence_dim) if sequence_parallel else []
     known: dict[nn.Parameter, nn.Parameter] = {}
     for part in rows:  # all that is not sharded sees own rows, or own heads
         replicate(part, over, True, known, src_data_rank)
@@ -149,18 +166,23 @@ def _one_dimension(mesh: Group | None) -> Group | None:
 
 def _styles(
     model: nn.Module, plan: str | Styles, size: int
-) -> tuple[Styles, list[Block], list[FusedLayer]]:
-    """The style of each module by path, the modules whose layers share their input, and the layers
-    that are to be split before."""
+) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
+    """The style of each module by path, the modules whose layers share their input, the layers that
+    are to be split before, and paths that transformers leaves whole."""
     if isinstance(plan, dict):
         styles = matched(model, plan)
         fused = split_fused(model, styles, size, None)
-        return styles, blocks_of(styles), fused
+        return styles, blocks_of(styles), fused, set()
     require(plan == "auto", f"plan={plan!r}", '"auto" or a dict', "pass one of them")
     given = of_transformers(model)
-    if given is None:
+    if given is None or not {COLUMN, ROW} & {*given.values()}:  # some plans have the head only
         blocks, fused = recognise(model, size)
-        return {path: kind for b in blocks for path, kind in b.paths().items()}, blocks, fused
+        return (
+            {path: kind for b in blocks for path, kind in b.paths().items()},
+            blocks,
+            fused,
+            set(),
+        )
     known = (COLUMN, ROW, *SUMS, *WHOLE)
     for pattern, style in given.items():
         require(
@@ -169,9 +191,10 @@ def _styles(
             ", ".join(known),
             "pass plan={...} without it, or load with tileweave.integrations.transformers",
         )
-    styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE})
+    styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False)
+    whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
-    return styles, blocks_of(styles), fused
+    return styles, blocks_of(styles), fused, {*whole}
 
 
 def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyle:
@@ -184,111 +207,37 @@ def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyl
     return SequenceParallel()
 
 
-def _uses(model: nn.Module) -> Counter[Any]:
-    """How many modules have each parameter."""
-    return Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
-
-
-def _check(model: nn.Module, styles: Styles, blocks: list[Block], size: int) -> None:
-    """Raise for what the plan cannot do, before anything is changed."""
-    uses = _uses(model)
-    for path, style in styles.items():
-        module: Any = model.get_submodule(path)
-        if isinstance(style, str):
-            allowed = (COLUMN, ROW, *SUMS)
-            require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
-        kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
-        if style == ROW or isinstance(style, Rowwise):
-            kinds = ("in_features",)
-        if isinstance(style, Colwise) and style.parts is not None:
-            check_parts(path, module, style.parts, size)
-        for features in kinds:
-            require(
-                type(module) is nn.Linear,
-                f"{path}, a {type(module).__name__}",
-                "torch.nn.Linear itself: a subclass may compute something else, as quantised ones "
-                "do",
-                "parallelize before that module is replaced, put an nn.Linear with the same result "
-                "in its place, or pass a plan without it",
-            )
-            require(
-                uses[module.weight] == 1,
-                f"{path}, whose weight another module has, too",
-                "a weight of its own",
-                "pass a plan without it: shared weights stay whole",
-            )
-            require(
-                getattr(module, features) % size == 0,
-                f"{path}: {features}={getattr(module, features)} over {size} ranks",
-                "a multiple of the world size",
-                "choose fewer ranks, or pass a plan without it",
-            )
-    for block in blocks:
-        _check_block(model.get_submodule(block.path), block, size)
-
-
-def _check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
-    module: Any = model.get_submodule(layer.path)
-    paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
-    uses = _uses(model)
-    for path in paths:
-        linear: Any = model.get_submodule(path)
-        require(
-            type(linear) is nn.Linear and uses[linear.weight] == 1,
-            f"{path}, a {type(linear).__name__}",
-            "torch.nn.Linear itself, with a weight of its own",
-            "parallelize before that module is replaced, put an nn.Linear with the same result in "
-            "its place, or pass a plan without it",
-        )
-    head = getattr(module, "head_dim", 1)
-    check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)
-
-
-def _check_block(module: nn.Module, block: Block, size: int) -> None:
-    head = getattr(module, "head_dim", getattr(module, "head_size", None))
-    if class_path(module) in INTERLEAVED:
-        head = 3 * head if head else None
-    for name in block.columns:
-        features = getattr(module, name).out_features
-        require(
-            not isinstance(head, int) or features // size % head == 0,
-            f"{block.path}.{name}: {features} features, heads of {head}, over {size} ranks",
-            "whole heads on every rank",
-            "choose fewer ranks, or pass a plan without this attention",
-        )
-    for name, child in module.named_children():
-        # its input is this rank's heads or features only, or all of them: that decides whether
-        # gradients are partial sums
-        unknown = any(True for _ in child.parameters())
-        if unknown and name not in (*block.columns, block.row, *OWN_HEADS):
-            raise InputError(
-                f"asked: a plan for {block.path}, which has {block.path}.{name} with "
-                f"parameters; allowed: {', '.join((*block.columns, block.row, *OWN_HEADS))}; "
-                "remedy: give it a style with plan={...}, tw.parallel.SequenceParallel() if each "
-                "rank has only a part of its input"
-            )
-
-
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     if module is not model.get_submodule(path):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)
 
 
-def _own_rows(model: nn.Module, styles: Styles, group_name: str, dim: int) -> list[nn.Module]:
-    """Shard rows where the blocks of a list begin, and gather them where it ends. Return the
-    modules whose activations have this rank's rows."""
+def _sums(style: str | ParallelStyle) -> bool:
+    """Whether a style is for whole modules, after those of the linear layers in them."""
+    return style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel)
+
+
+def _outer_lists(model: nn.Module, paths: list[str]) -> list[list[tuple[str, nn.Module]]]:
+    """The blocks (path, module) of each list that has modules of ``paths`` in its blocks."""
     lists = {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, CONTAINERS)
-        and any(p.startswith(f"{path}.") and p.count(".") >= path.count(".") + 2 for p in styles)
+        and any(p.startswith(f"{path}.") and p.count(".") >= path.count(".") + 2 for p in paths)
     }
-    outer = [
-        list(module.children())
+    return [
+        [(f"{path}.{name}", block) for name, block in module.named_children()]
         for path, module in lists.items()
         if not any(path.startswith(f"{other}.") for other in lists)
     ]
+
+
+def _own_rows(
+    model: nn.Module, outer: list[list[tuple[str, nn.Module]]], group_name: str, dim: int
+) -> list[nn.Module]:
+    """Shard rows where the blocks of a list begin, and gather them where it ends. Return the
+    modules whose activations have this rank's rows."""
     if not outer:
         return [model]
     for blocks in outer:
@@ -306,6 +255,6 @@ def _own_rows(model: nn.Module, styles: Styles, group_name: str, dim: int) -> li
                 return gather_parts(y, dim, group_name)
             return (gather_parts(y[0], dim, group_name), *y[1:])
 
-        blocks[0].register_forward_pre_hook(begin, with_kwargs=True)
-        blocks[-1].register_forward_hook(end)
-    return [block for blocks in outer for block in blocks]
+        blocks[0][1].register_forward_pre_hook(begin, with_kwargs=True)
+        blocks[-1][1].register_forward_hook(end)
+    return [block for blocks in outer for _, block in blocks]

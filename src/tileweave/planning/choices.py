@@ -15,6 +15,7 @@ from tileweave.planning.problem import MatmulConfig, Problem
 _INSTALLED: dict[tuple[str, Problem], Measurement] = {}
 _FORCED: dict[str, MatmulConfig | None] = {}
 _ON_CHANGE: list[Callable[[], None]] = []
+_ON_INSTALL: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
@@ -22,21 +23,26 @@ def on_change(forget: Callable[[], None]) -> None:
     _ON_CHANGE.append(forget)
 
 
-def _changed() -> None:
-    for forget in _ON_CHANGE:
+def on_install(forget: Callable[[], None]) -> None:
+    """The same for what is derived from measurements only."""
+    _ON_INSTALL.append(forget)
+
+
+def _changed(installed: bool = False) -> None:
+    for forget in (*_ON_INSTALL, *_ON_CHANGE) if installed else _ON_CHANGE:
         forget()
 
 
 def install(measurements: Iterable[Measurement]) -> None:
     """Plan by these measurements, too, from now on. Later ones of a problem replace earlier."""
     _INSTALLED.update({(one.op, one.problem): one for one in measurements})
-    _changed()
+    _changed(installed=True)
 
 
 def clear() -> None:
     """Forget all installed measurements."""
     _INSTALLED.clear()
-    _changed()
+    _changed(installed=True)
 
 
 def installed(op: str) -> tuple[Measurement, ...]:

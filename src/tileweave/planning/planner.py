@@ -25,6 +25,7 @@ from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 _OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
 _FAR = 0.3  # weight of the median over all measurements
 _OTHER_DEVICE = 0.25  # weight of a time of another kind of device
+_OTHER_SCALES = 0.5  # weight of a time with FP8 scales of another kind
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
@@ -34,31 +35,41 @@ _PROMOTED = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One measured time of a candidate: where, log(measured / closed form) on the device that was
-    measured, and how much it counts."""
+    """One measured time of a candidate: at which of the measured shapes, and log(measured / closed
+    form) on the device that was measured."""
 
-    place: tuple[float, ...]
+    shape: int
     log_ratio: float
-    weight: float
 
 
 class Planner:
     """Predictions for one operator on one machine."""
 
-    def __init__(self, op: str, machine: Machine, known: tuple[Measurement, ...]) -> None:
+    def __init__(
+        self,
+        op: str,
+        machine: Machine,
+        known: tuple[Measurement, ...],
+        akin: tuple[Measurement, ...] = (),
+    ) -> None:
+        """``akin``: of FP8 operands with scales of another kind, which count less."""
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
         self._sheet = data_sheet(machine)
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
-        for one in known:
-            place = _place(one.problem)
+        self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
+        self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
+        for number, one in enumerate((*known, *akin)):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
-            weight = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            if number >= len(known):
+                counts *= _OTHER_SCALES
+            self._shapes.append((_place(one.problem), counts))
             for config, us in one.us.items():
                 ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
-                self._points.setdefault(config, []).append(_Point(place, ratio, weight))
+                self._points.setdefault(config, []).append(_Point(number, ratio))
         self._medians = {
             config: sorted(point.log_ratio for point in points)[len(points) // 2]
             for config, points in self._points.items()
@@ -76,15 +87,23 @@ class Planner:
             known, caution = _in_16_bits(config), _UNTRIED
             if config.kernel != "library" and not p.keeps_sums:
                 caution *= _PROMOTED
-        place, weights, total = _place(p), 0.0, 0.0
+        near, weights, total = self._weights(_place(p)), 0.0, 0.0
         for point in self._points.get(known, ()):
-            far = sum((a - b) ** 2 for a, b in zip(place, point.place, strict=True))
-            weight = point.weight * math.exp(-far / (2.0 * _OCTAVES**2))
-            weights += weight
-            total += weight * point.log_ratio
+            weights += near[point.shape]
+            total += near[point.shape] * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
         device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
         return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
+
+    def _weights(self, place: tuple[float, ...]) -> list[float]:
+        """How much each measured shape says about this place. Kept, because all candidates ask."""
+        if self._near is None or self._near[0] != place:
+            found = [
+                counts * math.exp(-(math.dist(place, there) ** 2) / (2.0 * _OCTAVES**2))
+                for there, counts in self._shapes
+            ]
+            self._near = place, found
+        return self._near[1]
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first. Of FP8
@@ -93,7 +112,8 @@ class Planner:
         known = [
             c
             for c in candidates(self.op, p, self.machine)
-            if c in self._points or (untried and (c.kernel == "library" or self._ran_with_fp8(c)))
+            if c in self._points
+            or (untried and (c.kernel == "library" or _in_16_bits(c) in self._points))
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
@@ -102,11 +122,6 @@ class Planner:
             for config in (None, *known)
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))
-
-    def _ran_with_fp8(self, config: MatmulConfig) -> bool:
-        """Whether this kernel of ours gave right results with FP8 on GPUs, and was measured with
-        16 bits. Others wait for a tuner, which checks them."""
-        return self.op != "matmul_all_reduce" and _in_16_bits(config) in self._points
 
 
 def _closed_form(op: str, p: Problem, config: MatmulConfig | None, sheet: DataSheet) -> float:
@@ -138,9 +153,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     """The planner of ``op`` with all that is known of ``machine``.
 
     ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls, nor about those with scales of another kind; but where nothing was measured with scales
-    of tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
-    were never measured with these scales.
+    calls, and less about those with scales of another kind; but where nothing was measured with
+    scales of tensors, those of rows do, which take as long. Those of 16-bit operands correct
+    configs that were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -157,12 +172,13 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     own = [one for one in eight if one.problem.scales == scales] or [
         one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
+    akin = [one for one in eight if one not in own]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
         for one in wide
     ]
-    return Planner(op, machine, (*own, *others))
+    return Planner(op, machine, (*own, *others), tuple(akin))
 
 
-choices.on_change(planner_of.cache_clear)
+choices.on_install(planner_of.cache_clear)

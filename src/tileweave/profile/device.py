@@ -98,7 +98,7 @@ def record_on_gpu(
         torch.cuda.synchronize(device)
         if entries is not None:
             entries[0] = 0
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             torch.cuda._sleep(_SLEEP_CYCLES)
             dist.all_reduce(ready, group=group)
             clock_kernel[(1,)](zero)

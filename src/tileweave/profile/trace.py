@@ -245,14 +245,43 @@ def chrome(trace: Trace) -> dict[str, Any]:
         )
     return {
         "displayTimeUnit": "ns",
-        "otherData": {"title": trace.title, "clock": trace.clock},
+        "otherData": {
+            "title": trace.title,
+            "clock": trace.clock,
+            "event_us": list(trace.event_us),
+        },
         "traceEvents": rows,
     }
 
 
+def from_chrome(read: dict[str, Any]) -> Trace:
+    """The trace in what :func:`chrome` made."""
+    said, rows = read["otherData"], read["traceEvents"]
+    events = [
+        Event(
+            row["pid"],
+            row["tid"] - _FIRST_THREAD,
+            row["cat"],
+            row["args"]["peer"],
+            round(row["ts"] * 1000),
+            round((row["ts"] + row["dur"]) * 1000),
+            row["args"]["unit"],
+            row["args"]["bytes"],
+            row["name"] if row["cat"] in ("kernel", "copy") else "",
+        )
+        for row in rows
+        if row["ph"] == "X"
+    ]
+    size = sum(row["name"] == "process_name" for row in rows)
+    return Trace(said["title"], size, said["clock"], events, tuple(said["event_us"]))
+
+
+_FIRST_THREAD = 100
+
+
 def _thread(program: int) -> int:
     """Numbers of threads are not negative. Kernels and copies come first."""
-    return program + 100
+    return program + _FIRST_THREAD
 
 
 def lane_name(program: int, on_gpu: bool = False) -> str:

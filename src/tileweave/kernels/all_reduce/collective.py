@@ -326,7 +326,9 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
 
 
 WORDS = tuple(f"tensors.{name}" for name in Tensors._fields)  # what changes between launches
-WARPS = 8  # of all programs of an all-reduce on a multiprocessor, about
+# Of all programs on a multiprocessor. Local memory limits large exchanges: with 8 warps an
+# all-reduce of 2048 x 8192 on two H200 took 139 us, with 32 warps 115.
+WARPS = 32
 ALIGN = 16  # elements: where a shard of an all-reduce begins
 
 
@@ -363,7 +365,6 @@ def launcher(
     rows = min(config.tile_m, triton.next_power_of_2(shards.rows))
     cols = config.tile_m * config.tile_n // rows
     one_shot = reduce and not gather and shards.x_step == 0
-    per_sm = max(1, WARPS // config.num_warps) if reduce and (gather or one_shot) else 1
     choices = Choices(
         world_size,
         triton.next_power_of_2(world_size - 1),
@@ -411,6 +412,6 @@ def launcher(
         return Call((bias is None, residual is None, aligned), words, changing)
 
     blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
-    programs = min(num_sms * per_sm, blocks)
+    programs = min(num_sms * max(1, WARPS // config.num_warps), blocks)
     fixed = {"peers": peers, "rank": rank, "shards": shards}
     return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)

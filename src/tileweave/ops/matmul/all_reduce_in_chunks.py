@@ -82,7 +82,9 @@ def reduce_in_chunks(
     """
     transport, instance = workspace.transport, workspace.instance(OP, KIND)
     sums = out if residual_out is None else residual_out
-    key = (x[0].shape, product.cols, out.dtype, config)
+    w = product.w.data if isinstance(product, ScaledProduct) else product.w
+    # with strides, since plans of chunks keep the launchers of one signature
+    key = (x[0].shape, x[0].stride(), w.shape, w.stride(), out.dtype, config)
     call = instance.cache.get(key)
     if call is None:
         call = _make(workspace, instance, x[0].shape[0], product.cols, out.dtype, config)

@@ -1,0 +1,286 @@
+"""What a plan cannot do with a model, found before anything is changed.
+
+A part of the model that the plan does not name must not see a part of the activations without it
+being known: its results or its gradients would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from tileweave.errors import InputError, require
+from tileweave.nn.linear import ParallelLinear
+from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.fused import (
+    ATTENTIONS,
+    INTERLEAVED,
+    FusedLayer,
+    check_parts,
+    class_path,
+)
+from tileweave.parallel.plans import COLUMN, OWN_HEADS, ROW, SUMS, UNTOUCHED, Block
+from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+
+# Norms that mix rows.
+MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+
+
+def uses_of(model: nn.Module) -> Counter[Any]:
+    """How many modules have each parameter."""
+    return Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
+    """Raise :class:`InputError` for a module whose style does not fit it."""
+    uses = uses_of(model)
+    for path, style in styles.items():
+        module: Any = model.get_submodule(path)
+        if isinstance(style, str):
+            allowed = (COLUMN, ROW, *SUMS, *UNTOUCHED)
+            require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
+        kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
+        if style == ROW or isinstance(style, Rowwise):
+            kinds = ("in_features",)
+        if isinstance(style, Colwise) and style.parts is not None:
+            check_parts(path, module, style.parts, size)
+        for features in kinds:
+            require(
+                type(module) is nn.Linear,
+                f"{path}, a {type(module).__name__}",
+                "torch.nn.Linear itself: a subclass may compute something else, as quantised ones "
+                "do",
+                "parallelize before that module is replaced, put an nn.Linear with the same result "
+                "in its place, or pass a plan without it",
+            )
+            require(
+                uses[module.weight] == 1,
+                f"{path}, whose weight another module has, too",
+                "a weight of its own",
+                "pass a plan without it: shared weights stay whole",
+            )
+            require(
+                getattr(module, features) % size == 0,
+                f"{path}: {features}={getattr(module, features)} over {size} ranks",
+                "a multiple of the world size",
+                "choose fewer ranks, or pass a plan without it",
+            )
+
+
+def check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
+    """Raise :class:`InputError` for a layer of several projections that cannot be split."""
+    module: Any = model.get_submodule(layer.path)
+    paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
+    uses = uses_of(model)
+    for path in paths:
+        linear: Any = model.get_submodule(path)
+        require(
+            type(linear) is nn.Linear and uses[linear.weight] == 1,
+            f"{path}, a {type(linear).__name__}",
+            "torch.nn.Linear itself, with a weight of its own",
+            "parallelize before that module is replaced, put an nn.Linear with the same result in "
+            "its place, or pass a plan without it",
+        )
+    head = getattr(module, "head_dim", 1)
+    check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)
+
+
+def check_block(
+    model: nn.Module, block: Block, styles: dict[str, Any], whole: set[str], size: int
+) -> Block:
+    """Raise :class:`InputError` if the module of ``block`` has parts of which it is not known what
+    they see, or takes the heads of all ranks. Returns it, and whether its layers share its input.
+
+    ``whole``: paths that the plan of transformers leaves whole.
+    """
+    module = model.get_submodule(block.path)
+    dot = f"{block.path}." if block.path else ""
+    _check_heads(module, block, size)
+    known = {*block.columns, block.row, *(name.partition(".")[0] for name in block.columns)}
+    paths = {dot + name for name in (*block.columns, block.row)}
+    styled = {path for path in styles if path not in paths} | whole
+    for name in (name for name, p in module._parameters.items() if p is not None):
+        require(
+            block.path in styled,
+            f"a plan for {block.path or type(module).__name__}, which has the parameter "
+            f"{dot}{name} itself",
+            "parameters of modules in it",
+            f"put it into a module of its own, or {_SAY}",
+        )
+    around = False
+    for name, child in module.named_children():
+        path = dot + name
+        if not any(True for _ in child.parameters()) or name in known:
+            continue
+        if name in OWN_HEADS:
+            _check_norm_of_heads(path, child, module, block)
+        elif path in styled:
+            continue
+        elif _is_around(child, path, module, block, styled):
+            around = True
+        else:
+            raise InputError(
+                f"asked: a plan for {block.path or type(module).__name__}, which has {path} with "
+                f"parameters; allowed: {', '.join((*block.columns, block.row, *OWN_HEADS))}; "
+                f"remedy: {_SAY}"
+            )
+    return replace(block, shares=block.shares and not around)
+
+
+_SAY = (
+    'pass plan={...} with a style for it: "sequence_parallel" if each rank has only a part of its '
+    'input (its heads, its features or its rows), "replicated" if each rank has all of it'
+)
+
+
+def _check_norm_of_heads(path: str, norm: nn.Module, module: Any, block: Block) -> None:
+    features = {getattr(module, name).out_features for name in block.columns if "." not in name}
+    for parameter in norm.parameters():
+        require(
+            parameter.shape[-1:].numel() not in features
+            or parameter.numel() == getattr(module, "head_dim", None),
+            f"{path} over {tuple(parameter.shape)} features, those of all heads",
+            "norms of one head each",
+            "pass a plan without this attention",
+        )
+
+
+def _is_around(child: nn.Module, path: str, module: Any, block: Block, styled: set[str]) -> bool:
+    """Whether ``child`` is surely not between the layers of ``block``: a norm of another size than
+    what they compute, or a part with layers of its own in the plan."""
+    if any(other.startswith(f"{path}.") for other in styled):
+        return True
+    row = getattr(module, block.row)
+    shapes = [tuple(p.shape) for p in child.parameters()]
+    hidden = row.out_features != row.in_features
+    return hidden and is_norm(child) and all(shape == (row.out_features,) for shape in shapes)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` normalises each row for itself."""
+    return "norm" in type(module).__name__.lower() and not isinstance(module, MIXING)
+
+
+# --- Heads ---
+
+
+def _check_heads(module: Any, block: Block, size: int) -> None:
+    head = getattr(module, "head_dim", getattr(module, "head_size", None))
+    if class_path(module) in INTERLEAVED:
+        head = 3 * head if head else None
+    for name in block.columns:
+        features = module.get_submodule(name).out_features
+        require(
+            not isinstance(head, int) or features // size % head == 0,
+            f"{block.path}.{name}: {features} features, heads of {head}, over {size} ranks",
+            "whole heads on every rank",
+            "choose fewer ranks, or pass a plan without this attention",
+        )
+    if class_path(module) in (*ATTENTIONS, *INTERLEAVED):
+        return
+    for name, value in _heads_in_forward(module):
+        layers = [c for c in block.columns if not _of_keys(name) or _of_keys(c.lower())]
+        for layer in layers:
+            features = module.get_submodule(layer).out_features
+            one = head if isinstance(head, int) else features // value
+            require(
+                value * one != features,
+                f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "
+                f"{value}, the heads of all ranks ({layer} has {features} features)",
+                "a forward that takes the number of heads from shapes, or from an attribute with "
+                "those of one rank",
+                f"set {block.path or 'the model'}.{name} = {value // size} (and others like it) "
+                "before this call, or pass a plan without this attention",
+            )
+
+
+def _of_keys(name: str) -> bool:
+    return any(word in name.lower() for word in ("kv", "key", "k_", "v_", "wk", "wv"))
+
+
+def _heads_in_forward(module: Any) -> Iterator[tuple[str, int]]:
+    """Attributes of ``module`` or of its config that its forward uses as numbers of heads."""
+    config = getattr(module, "config", None)
+    for name in sorted(_names_in(type(module), "forward", set())):
+        words = name.lower()
+        counts = "head" in words and not any(w in words for w in ("dim", "size", "mask", "group"))
+        if not (counts or name in ("h", "nh")):
+            continue
+        value = getattr(module, name, None)
+        value = getattr(config, name, None) if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            yield name, value
+
+
+def _names_in(kind: type, method: str, seen: set[str]) -> set[str]:
+    """Names of attributes in ``method`` and in the methods of ``kind`` that it calls."""
+    seen.add(method)
+    function: Any = getattr(kind, method, None)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    if code is None or getattr(nn.Module, method, None) is function:
+        return set()
+    names = set(_names_of(code))
+    for name in [name for name in names if name not in seen and hasattr(kind, name)]:
+        names |= _names_in(kind, name, seen)
+    return names
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_of(inner)
+
+
+# --- Own rows ---
+
+
+def check_own_rows(
+    model: nn.Module,
+    roots: list[tuple[str, nn.Module]],
+    blocks: list[Block],
+    styles: dict[str, Any],
+) -> None:
+    """Raise :class:`InputError` for a part of ``roots``, whose activations are this rank's rows,
+    that is not known to work row by row.
+
+    Parameters
+    ----------
+    roots : list of (path, module)
+        The blocks of the model's lists, or the model.
+    """
+    inside = {block.path for block in blocks}
+    sharded = {path for path, style in styles.items() if style not in UNTOUCHED}
+    for root, module in roots:
+        for name, part in module.named_modules(prefix=root):
+            has = [p for p in part._parameters.values() if p is not None]
+            if not has or name in sharded or all(is_dtensor(p) for p in has):
+                continue
+            parent, _, last = name.rpartition(".")
+            if is_norm(part) or (parent in inside and last in OWN_HEADS):
+                continue
+            if isinstance(part, (nn.Embedding, ParallelLinear)) or _styled_above(name, styles):
+                continue
+            raise InputError(
+                f"asked: sequence_parallel=True with {name}, a {type(part).__name__} which the "
+                "plan does not have; allowed: layers of the plan, and norms, which work row by "
+                "row: an attention or a convolution would see a part of the sequence; remedy: "
+                "sequence_parallel=False, or pass plan={...} with "
+                f'"{name}": "sequence_parallel" if it computes each row for itself'
+            )
+
+
+def _styled_above(path: str, styles: dict[str, Any]) -> bool:
+    """Whether a module around ``path`` has a style for parts that work row by row."""
+    return any(
+        path.startswith(f"{other}.")
+        and (style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel))
+        for other, style in styles.items()
+    )

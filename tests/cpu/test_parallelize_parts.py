@@ -1,0 +1,184 @@
+"""tw.parallelize on models with parts that a plan does not name: other attentions, parameters of
+their own, residuals inside of an MLP. Right in both forms, or refused with the path."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.cpu.test_parallelize import FORMS, MLP, Attention, compare, model
+from tests.support.calls import refusal, run_either
+from tests.support.worlds import Member, World, Worlds
+from torch import nn
+from torch.nn.functional import gelu, silu
+
+import tileweave as tw
+
+
+@pytest.fixture
+def world(worlds: Worlds) -> World:
+    return worlds("gloo", 2)
+
+
+class WithResidual(MLP):
+    """Uses its input once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x + super().forward(x)
+
+
+class OtherNames(nn.Module):
+    """Layers of unknown names, and a norm of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.mix = (nn.Linear(16, 16) for _ in range(4))
+        self.spread = nn.RMSNorm(4)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        layers, shape = (self.query, self.key, self.value), (*hidden_states.shape[:-1], -1, 4)
+        q, k, v = (layer(hidden_states).view(shape).transpose(1, 2) for layer in layers)
+        y = nn.functional.scaled_dot_product_attention(self.spread(q), k, v, scale=scale)
+        return self.mix(y.transpose(1, 2).flatten(2))
+
+
+class Scaled(MLP):
+    """Has a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 24)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.scale * silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Counted(Attention):
+    """Takes its number of heads from attributes, as in OPT: with -1 no shape would be wrong."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__(16, 4, 4, 4)
+        self.num_heads = heads
+        del self.q_norm
+
+    def _split(self, y: torch.Tensor) -> torch.Tensor:
+        return y.view(y.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self._split(layer(hidden_states)) for layer in layers)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.o_proj(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+
+
+class OneModule(nn.Module):
+    """An attention, and the layers of an MLP in the same module, as in OPT and BART."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.norm1 = Attention(16, 4, 2, 4), nn.LayerNorm(16)
+        self.fc1, self.fc2, self.norm2 = nn.Linear(16, 40), nn.Linear(40, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.norm1(x), scale=0.5)
+        return x + self.fc2(gelu(self.fc1(self.norm2(x))))
+
+
+class Convolution(nn.Module):
+    """Mixes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x.mT).mT
+
+
+def changed(kind: str) -> Any:
+    made: Any = model()
+    for layer in made.layers:
+        if kind == "residual":
+            layer.mlp = WithResidual(16, 24)
+        if kind in ("names", "names, no plan"):
+            layer.self_attn = OtherNames()
+        if kind == "scale":
+            layer.mlp = Scaled()
+        if kind in ("heads", "own heads"):
+            layer.self_attn = Counted()
+        if kind == "convolution":
+            layer.mlp = nn.Sequential(Convolution(), layer.mlp)
+        if kind == "batch norm":
+            layer.norm3 = nn.BatchNorm1d(16)
+        if kind == "norm of all heads":
+            layer.self_attn.q_norm = nn.RMSNorm(16)
+    if kind == "one module":
+        made.layers = nn.ModuleList(OneModule() for _ in made.layers)
+    if kind == "plan of the head":  # of transformers, as that of LFM2
+        made._tp_plan, made.config = {"head": "colwise_gather_output"}, SimpleNamespace()
+    torch.manual_seed(1)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+NAMED: dict[str, Any] = {
+    **{f"layers.*.self_attn.{name}": "colwise" for name in ("query", "key", "value")},
+    "layers.*.self_attn.mix": "rowwise",
+    "layers.*.self_attn.spread": "sequence_parallel",
+}
+PLANS = {"names": NAMED}
+
+
+def right(me: Member, kind: str, sequence: bool) -> None:
+    part, reference = changed(kind), changed(kind)
+    if kind == "own heads":
+        for layer in part.layers:
+            layer.self_attn.num_heads = 4 // me.world_size
+    plan: Any = PLANS.get(kind, "auto")
+    if sequence and kind == "names":  # the MLP works row by row
+        plan = {**plan, "layers.*.mlp": "sequence_parallel"}
+    tw.parallelize(part, plan=plan, sequence_parallel=sequence)
+    rows = [m for m in part.modules() if isinstance(m, tw.nn.RowParallelLinear)]
+    assert len(rows) == (2 if kind == "names" else 4)
+    compare(part, reference)
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["names", "own heads", "one module", "plan of the head"])
+def test_other_models(world: World, kind: str, sequence: bool) -> None:
+    run_either(world, False, right, kind, sequence)
+
+
+def test_an_input_that_is_used_for_more(world: World) -> None:
+    """Its gradient was the sum over ranks, also of the part that is whole on each."""
+    run_either(world, False, right, "residual", False)
+
+
+REFUSED = {
+    "scale": (False, "layers.0.mlp.scale itself"),
+    "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
+    "norm of all heads": (False, "layers.0.self_attn.q_norm over (16,)"),
+    "names, no plan": (True, "layers.0.self_attn.query, a Linear"),
+    "convolution": (True, "layers.0.mlp.0.mix, a Conv1d"),
+    "batch norm": (True, "layers.0.norm3, a BatchNorm1d"),
+}
+
+
+def refused(me: Member) -> list[str]:
+    found = []
+    for kind, (sequence, _) in REFUSED.items():
+        made = changed(kind)
+        before = [type(m) for m in made.modules()]
+        found.append(refusal(tw.parallelize, made, sequence_parallel=sequence))
+        assert [type(m) for m in made.modules()] == before, "changed before it was refused"
+    return found
+
+
+def test_parts_that_would_be_wrong_are_named(world: World) -> None:
+    for errors in run_either(world, False, refused):
+        for error, (_, named) in zip(errors, REFUSED.values(), strict=True):
+            assert error.startswith("InputError: asked:") and named in error, (named, error)
+            assert "remedy" in error

@@ -1,0 +1,40 @@
+"""Products of FP8 by cuBLAS, of any number of rows: it has no kernel for some of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "fast"),
+    [
+        ("row", "row", True),
+        ("row", "row", False),
+        ("tensor", "tensor", True),
+        ("block", "tile", False),
+    ],
+)
+def test_any_number_of_rows(of_x: str, of_w: str, fast: bool) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from tileweave import quantize
+    from tileweave.ops.matmul.scaled import Scaled, ScaledProduct, as_sent
+
+    torch.manual_seed(0)
+    w8, w_scale = quantize(torch.randn(1040, 2048, device="cuda"), of_w)
+    w = Scaled(w8, w_scale, of_w.replace("tile", "block"))
+    product = ScaledProduct(w, None, of_x, torch.bfloat16, fast)
+    for rows in (1, 2, 3, 5, 7, 16, 17, 101):
+        x8, x_scale = quantize(torch.randn(rows, 2048, device="cuda"), of_x)
+        want = Scaled(x8, x_scale, of_x).value().double() @ w.value().double().t()
+        out = torch.full((rows, 1040), float("nan"), device="cuda", dtype=torch.bfloat16)
+        for y in (
+            product((x8, as_sent(x_scale, of_x))),
+            product((x8, as_sent(x_scale, of_x)), out),
+        ):
+            error = float((y.double() - want).norm() / want.norm())
+            assert y.shape == want.shape and error < 8e-3, f"{rows} rows: {error:.1e}"
+        assert y is out
