@@ -36,6 +36,7 @@ from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
+from tests.explore.mutants_experts_over_nodes import MUTANTS as EXPERTS_OVER_NODES
 from tests.explore.mutants_gather import MUTANTS as GATHERS
 from tests.explore.mutants_nodes import MUTANTS as NODES
 from tests.explore.mutants_over_nodes import MUTANTS as OVER_NODES
@@ -50,6 +51,7 @@ MUTANTS = (
     *GATHERS,
     *NODES,
     *OVER_NODES,
+    *EXPERTS_OVER_NODES,
     *CHUNKS,
     *SCALED,
 )

@@ -98,7 +98,7 @@ class Dispatch:
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
-        x, experts, plan, want = _operands(
+        x, experts, plan, want = operands(
             most, self.topk, self.experts, self.sizes, world.size, rank, seed
         )
         experts = experts.clone()
@@ -137,12 +137,20 @@ def _ids(most: int, topk: int, experts: int, size: int, seed: int) -> torch.Tens
 
 
 @lru_cache(maxsize=4096)
-def _operands(
-    most: int, topk: int, experts: int, sizes: tuple[int, int], size: int, rank: int, seed: int
+def operands(
+    most: int,
+    topk: int,
+    experts: int,
+    sizes: tuple[int, int],
+    size: int,
+    rank: int,
+    seed: int,
+    nodes: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor]:
     """This rank's x, experts and plan, and its rows of y."""
     tokens = max(most - rank, 0)
-    plan = reference_plan(_ids(most, topk, experts, size, seed), rank, experts * size, tokens)
+    ids = _ids(most, topk, experts, size, seed)
+    plan = reference_plan(ids, rank, experts * size, tokens, nodes)
     whole = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
     weights = whole_numbers((experts, *sizes), "w", rank, seed)
     rows = whole[plan.row_entry[: int(plan.offsets[-1])].long() // topk]

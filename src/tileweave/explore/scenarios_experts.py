@@ -43,7 +43,7 @@ class Combine:
 
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
-        y, experts, plan, weights, want = _combine_operands(
+        y, experts, plan, weights, want = combine_operands(
             tokens, self.topk, self.sizes, self.experts, world.size, rank, seed, self.weighted
         )
         if seed % 2:
@@ -60,7 +60,7 @@ class Combine:
 
 
 @lru_cache(maxsize=4096)
-def _combine_operands(
+def combine_operands(
     most: int,
     topk: int,
     sizes: tuple[int, int],

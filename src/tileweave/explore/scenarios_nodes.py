@@ -1,10 +1,10 @@
-"""Matmul operators over nodes, where chunks travel while others are multiplied; 2 x 1, 3 x 1 and
-2 x 2 ranks."""
+"""Operators over nodes: matmuls, where chunks travel while others are multiplied, and experts,
+where tokens cross once per node; 2 x 1, 3 x 1 and 2 x 2 ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,11 @@ from tileweave.explore.scenarios import (
     unwritten,
     whole_numbers,
 )
+from tileweave.explore.scenarios_dispatch import operands as dispatch_operands
+from tileweave.explore.scenarios_experts import combine_operands
+from tileweave.planning.combine import CombineConfig
 from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.schedules.grouped import DispatchConfig
 
 AG = "all_gather_matmul"
 RS = "matmul_reduce_scatter"
@@ -95,7 +99,71 @@ class OverNodes:
         yield from ()
 
 
+@dataclass(frozen=True)
+class ExpertsOverNodes:
+    """A dispatch, or a combine, of tokens that cross once per node. ``tokens``: of rank 0, used in
+    turn; other ranks have fewer."""
+
+    name: str
+    op: str
+    tokens: tuple[int, ...]
+    topk: int = 2
+    sizes: tuple[int, int] = (16, 8)
+    over_nodes: bool = True
+    programs: tuple[int, ...] = (2,)
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        world.workspace(rank).transport = spanning(world, rank)
+        world.barrier()
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.experts import dispatch_grouped_matmul, over_nodes
+
+        at = number + drawn.order
+        most, group, nodes = (
+            self.tokens[at % len(self.tokens)],
+            world.ranks[rank].group,
+            world.topology.nodes,
+        )
+        alone = len(world.topology.near(rank)) == 1
+        if self.op == DISPATCH:
+            x, experts, plan, want = dispatch_operands(
+                most, self.topk, 2, self.sizes, world.size, rank, at % POOL, nodes
+            )
+            plan = replace(plan, group_name=group)
+            config = replace(_DISPATCH, kernel="library" if alone else "triton", nodes=nodes)
+            y = unwritten(torch.empty(plan.bound, self.sizes[0]))
+            kept = torch.zeros((world.size - 1) * most, self.sizes[1])
+            with over_nodes.arriving(self.op, x, experts, plan) as (tokens, near):
+                places = over_nodes.keep_tokens(kept, tokens, plan)
+                dispatch_grouped_matmul._multiply_tokens(tokens, experts, near, y, config, places)
+            yield "y", y[: len(want)], want
+            whole, _, near = over_nodes.kept_tokens(x, kept, plan, nodes)
+            yield "kept tokens of the rail", whole, tokens
+            return
+        y, experts, plan, weights, want = combine_operands(
+            most, self.topk, self.sizes, 2, world.size, rank, at % POOL, at % 2 == 0
+        )
+        plan = replace(plan, group_name=group)
+        way = replace(_COMBINE, kernel="library" if alone else "triton", nodes=nodes)
+        out = unwritten(want)
+        over_nodes.combine(self.op, y, experts, plan, weights, out, way)
+        yield "z", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from ()
+
+
+DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
+_DISPATCH = DispatchConfig("triton", 16, 16, 8, 1, 4, 2, 1, 2, 2)
+_COMBINE = CombineConfig("triton", 16, 8, 8, 1, 4, 1, 2, 2, 2, 8, 1, 1)
+
 SCENARIOS = (
+    ExpertsOverNodes("over nodes", DISPATCH, (3, 2)),
+    ExpertsOverNodes("over nodes", COMBINE, (3, 2)),
     OverNodes("over nodes", AG, ((5, 8, 16), (2, 16, 8)), 3),
     OverNodes("over nodes, gathered", AG, ((4, 8, 16),), 2, gathered=True),
     OverNodes("over nodes", RS, ((5, 8, 16), (1, 16, 8)), 3),
