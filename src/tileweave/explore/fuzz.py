@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from math import ceil
 from multiprocessing import get_context
 from typing import Any
@@ -25,73 +26,76 @@ from tileweave.launcher import changed_environment
 STRATEGIES = ("walk", "pct", "delay", "malice")
 # How many of fourteen interleavings have a world of 2, 3 or 4 ranks; a larger world takes longer.
 SHARES = {2: 10, 3: 3, 4: 1}
-# CPU time of one interleaving, relative to that of most scenarios, where it is far from it. Each
-# scenario gets as many interleavings as make their time about equal.
+# CPU time of one interleaving, relative to that of a usual scenario, where it is far from it. Each
+# scenario gets as many interleavings as make their time about equal. Those of this process alone in
+# which no task has a choice are cheaper, and not explored more often for it.
 COSTS = {
-    "embedding_bag_all_to_all_backward/nine tables": 14.0,
-    "embedding_bag_all_to_all_backward/nine tables by copy engines": 11.0,
-    "grouped_matmul_combine/uneven": 11.0,
-    "local/table sums": 7.0,
-    "all_gather_matmul/FP8, kernel, blocks": 4.0,
-    "dispatch_grouped_matmul.routing/many experts": 4.0,
-    "matmul_reduce_scatter/sm, groups": 4.0,
-    "embedding_bag_all_to_all_backward/alone": 4.0,
-    "dispatch_grouped_matmul.routing/sorted": 4.0,
-    "dispatch_grouped_matmul/uneven": 4.0,
-    "local/jagged": 3.0,
-    "local/rows of experts": 3.0,
-    "grouped_matmul_combine/roles": 3.0,
-    "all_gather_matmul/FP8, library": 3.0,
-    "embedding_bag_all_to_all_backward/groups": 3.0,
-    "dispatch_grouped_matmul/producers": 3.0,
-    "all_gather_matmul/sm, cut, gathered": 3.0,
-    "matmul_all_reduce/in chunks": 3.0,
-    "matmul_all_to_all/copy engine": 2.0,
-    "all_gather_matmul/sm, groups": 2.0,
-    "local/quantised": 4.0,
-    "embedding_bag_all_to_all_backward/of one rank": 2.0,
-    "all_gather_matmul/FP8, kernel": 2.0,
-    "matmul_all_reduce/in chunks, captured": 2.0,
-    "embedding_bag_all_to_all_backward/groups by copy engines": 2.0,
-    "all_gather_matmul/nodes, gathered": 2.0,
-    "matmul_reduce_scatter/sm": 2.0,
-    "dispatch_grouped_matmul.routing/few": 2.0,
-    "embedding_bag_all_to_all_backward/alone by copy engines": 2.0,
-    "matmul_all_to_all/sm": 2.0,
-    "all_to_all_matmul/copy engine, kept": 2.0,
-    "grouped_matmul_combine/several": 1.5,
-    "matmul_all_to_all/sm, cut": 1.5,
-    "embedding_bag_all_to_all/ragged": 1.5,
-    "matmul_all_reduce/one shot, norm": 1.5,
-    "all_gather_matmul/sm, teams": 3.0,
-    "dispatch_grouped_matmul/one producer": 1.5,
-    "matmul_reduce_scatter/copy engine": 1.5,
-    "embedding_bag_all_to_all/held": 1.5,
-    "matmul_reduce_scatter/sm, cut": 1.5,
+    "grouped_matmul_combine/uneven": 8,
+    "embedding_bag_all_to_all_backward/nine tables": 6,
+    "local/table sums": 6,
+    "embedding_bag_all_to_all_backward/nine tables by copy engines": 5,
+    "all_gather_matmul/FP8, kernel, blocks": 3,
+    "dispatch_grouped_matmul/uneven": 3,
+    "embedding_bag_all_to_all_backward/alone": 3,
+    "embedding_bag_all_to_all_backward/groups": 3,
+    "matmul_reduce_scatter/FP8, kernel, blocks": 3,
+    "dispatch_grouped_matmul.routing/few": 2,
+    "dispatch_grouped_matmul.routing/many experts": 2,
+    "dispatch_grouped_matmul.routing/sorted": 2,
+    "dispatch_grouped_matmul/producers": 2,
+    "embedding_bag_all_to_all/held": 2,
+    "embedding_bag_all_to_all_backward/alone by copy engines": 2,
+    "embedding_bag_all_to_all_backward/of one rank": 2,
+    "grouped_matmul_combine/roles": 2,
+    "local/jagged": 2,
+    "local/quantised": 2,
+    "matmul_all_reduce/in chunks": 2,
+    "matmul_reduce_scatter/FP8, kernel": 2,
+    "matmul_reduce_scatter/sm, groups": 2,
+    "all_gather_matmul/FP8, kernel": 1.5,
+    "all_gather_matmul/FP8, library": 1.5,
+    "all_gather_matmul/nodes, gathered": 1.5,
+    "all_gather_matmul/sm, cut, gathered": 1.5,
+    "all_gather_matmul/sm, groups": 1.5,
     "all_to_all_matmul/copy engine": 1.5,
-    "matmul_reduce_scatter/sm, spans": 1.5,
-    "matmul_all_reduce/one shot": 1.5,
-    "matmul_all_to_all/copy engine, captured": 1.5,
-    "matmul_all_to_all/library": 0.5,
-    "all_gather_matmul/copy engine, captured": 0.5,
-    "embedding_bag_all_to_all/few samples": 0.5,
+    "all_to_all_matmul/copy engine, kept": 1.5,
+    "embedding_bag_all_to_all/ragged": 1.5,
+    "embedding_bag_all_to_all_backward/groups by copy engines": 1.5,
+    "grouped_matmul_combine/several": 1.5,
+    "local/rows of experts": 1.5,
+    "matmul_all_reduce/in chunks, captured": 1.5,
+    "matmul_all_to_all/copy engine": 1.5,
+    "matmul_all_to_all/sm": 1.5,
+    "matmul_reduce_scatter/FP8, kernel, captured": 1.5,
+    "all_gather_matmul/library": 0.7,
+    "all_gather_matmul/nodes": 0.7,
+    "all_gather_matmul/sm": 0.7,
+    "all_to_all_matmul/copy engine, captured": 0.7,
+    "embedding_bag_all_to_all/few samples": 0.7,
+    "matmul_all_reduce/library": 0.7,
+    "matmul_reduce_scatter/sm, spans": 0.7,
+    "all_gather_matmul/copy engine": 0.5,
     "all_gather_matmul/sm, spans": 0.5,
-    "matmul_reduce_scatter/by shards, captured": 0.5,
-    "all_to_all_matmul/library": 0.5,
-    "all_gather_matmul/FP8, by shards, captured": 0.5,
-    "all_gather_matmul/by shards, captured": 0.5,
-    "all_gather_matmul/FP8, by shards": 0.5,
-    "all_gather_matmul/by shards": 0.5,
-    "all_gather_matmul/concurrent gather, captured": 0.5,
-    "matmul_reduce_scatter/by shards": 0.5,
-    "all_gather_matmul/concurrent gather": 0.5,
-    "local/keys": 0.5,
-    "local/calls": 0.5,
-    "local/memory grows": 0.5,
-    "local/waits": 0.5,
-    "local/registry": 0.5,
-    "local/limits of waits": 0.5,
-    "local/large sizes": 0.5,
+    "matmul_all_reduce/library, one shot": 0.5,
+    "matmul_all_to_all/library": 0.5,
+    "matmul_reduce_scatter/copy engine, captured": 0.5,
+    "matmul_reduce_scatter/library": 0.5,
+    "all_gather_matmul/FP8, by shards": 0.35,
+    "all_gather_matmul/FP8, by shards, captured": 0.35,
+    "all_gather_matmul/by shards": 0.35,
+    "all_gather_matmul/copy engine, captured": 0.35,
+    "all_to_all_matmul/library": 0.35,
+    "matmul_reduce_scatter/by shards": 0.35,
+    "all_gather_matmul/by shards, captured": 0.25,
+    "all_gather_matmul/concurrent gather": 0.25,
+    "all_gather_matmul/concurrent gather, captured": 0.25,
+    "all_gather_matmul/over nodes": 0.25,
+    "all_gather_matmul/over nodes, gathered": 0.25,
+    "local/keys": 0.25,
+    "matmul_all_reduce/over nodes": 0.25,
+    "matmul_reduce_scatter/by shards, captured": 0.25,
+    "matmul_reduce_scatter/over nodes": 0.25,
+    "matmul_reduce_scatter/over nodes, whole": 0.25,
 }
 _CHUNK = 60  # seeds that a worker runs at once, of scenarios whose cost is 1
 _KEPT = 5.0  # seconds after which what is done is kept again
@@ -99,13 +103,14 @@ _KEPT = 5.0  # seconds after which what is done is kept again
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of one chunk of seeds: hashes of their schedules, steps in all, and the story of a
-    failure ("": none)."""
+    """The result of one chunk of seeds: hashes of their schedules, (payload, multiprocessors) of
+    each, steps in all, and the story of a failure ("": none)."""
 
     scenario: str
     world: int
     strategy: str
     schedules: tuple[int, ...]
+    had: tuple[tuple[str, int], ...]
     steps: int
     seconds: float
     story: str = ""
@@ -118,6 +123,8 @@ class Report:
 
     runs: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     schedules: dict[str, set[int]] = field(default_factory=dict)
+    payloads: Counter[str] = field(default_factory=Counter)
+    multiprocessors: Counter[int] = field(default_factory=Counter)
     steps: int = 0
     cpu_seconds: float = 0.0
     seconds: float = 0.0
@@ -126,6 +133,8 @@ class Report:
     def add(self, tried: Tried) -> None:
         self.runs[tried.scenario, tried.world, tried.strategy] += len(tried.schedules)
         self.schedules.setdefault(f"{tried.scenario}@{tried.world}", set()).update(tried.schedules)
+        self.payloads.update(payload for payload, _ in tried.had)
+        self.multiprocessors.update(count for _, count in tried.had)
         self.steps += tried.steps
         self.cpu_seconds += tried.seconds
         self.story = self.story or tried.story
@@ -146,6 +155,8 @@ class Report:
         return {
             "interleavings": self.interleavings,
             "distinct": self.distinct,
+            "payloads": dict(self.payloads),
+            "multiprocessors": dict(self.multiprocessors),
             "scheduling_points": self.steps,
             "seconds": round(self.seconds, 1),
             "cpu_seconds": round(self.cpu_seconds, 1),
@@ -155,19 +166,22 @@ class Report:
 
 
 def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str, range]]:
-    """Chunks of ``total`` seeds, or a few more, over scenarios, worlds and strategies, with numbers
-    from ``first`` on."""
+    """Chunks of about ``total`` seeds over scenarios, worlds and strategies, with numbers from
+    ``first`` on. Each scenario has each strategy at least once, in a world of two."""
     costs = {name: COSTS.get(name, 1.0) for name in names}
     parts = sum(1 / cost for cost in costs.values()) * len(STRATEGIES) * sum(SHARES.values())
-    work = [
-        (name, world, strategy, range(start, min(start + size, end)))
-        for name, cost in costs.items()
-        for size in (ceil(_CHUNK / cost),)
-        for world, share in SHARES.items()
-        for strategy in STRATEGIES
-        for end in (first + ceil(total * share / cost / parts),)
-        for start in range(first, end, size)
-    ]
+    work, due = [], 0.0  # seeds that rounding has left for the next parts
+    for name, cost in costs.items():
+        size = ceil(_CHUNK / cost)
+        for (world, share), strategy in product(SHARES.items(), STRATEGIES):
+            due += total * share / cost / parts
+            count = max(int(due), int(world == 2))
+            due = max(due - count, 0.0)
+            starts = range(first, first + count, size)
+            work += [
+                (name, world, strategy, range(start, min(start + size, first + count)))
+                for start in starts
+            ]
     # so that a run that ends early has seen a part of each
     work.sort(key=lambda item: item[3].start)
     return work
@@ -178,21 +192,26 @@ def _work(
 ) -> Tried:
     """Run these seeds up to the first failure, in a worker; begin none after ``until``, a time of
     the monotonic clock."""
-    from tileweave.explore.search import Seed, run, shrink, story
+    from tileweave.explore.search import Seed, by_name, draw, run, shrink, story
 
-    began, steps, schedules = time.process_time(), 0, []
+    began, steps, told = time.process_time(), 0, ""
+    schedules: list[int] = []
+    had: list[tuple[str, int]] = []
     enter = explorer()
     for number in numbers:
         if until is not None and time.monotonic() > until:
             break
-        found = run(Seed(scenario, world, strategy, number), enter)
+        seed = Seed(scenario, world, strategy, number)
+        found = run(seed, enter)
+        drawn = draw(by_name()[scenario], seed)
         steps += found.steps
         schedules.append(found.schedule)
+        had.append((drawn.payload, drawn.multiprocessors))
         if found.failure is not None:
-            text = story(shrink(found, enter))
-            seconds = time.process_time() - began
-            return Tried(scenario, world, strategy, tuple(schedules), steps, seconds, text)
-    return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began)
+            told = story(shrink(found, enter))
+            break
+    seconds = time.process_time() - began
+    return Tried(scenario, world, strategy, tuple(schedules), tuple(had), steps, seconds, told)
 
 
 _OPEN = ExitStack()  # a worker takes over the interpreter once, until it ends

@@ -8,6 +8,7 @@ the same in Triton 3.6 and 3.9.
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import sys
 import warnings
@@ -73,7 +74,7 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
                 self.rewrite(), grid, args, kwargs
             ),
         ),
-        (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
+        (function, "__call__", _caller()),
         (function, "rewritten_fn", {}),
         (triton_interpreter, KEPT, kept),
         (_BUILDER, "create_masked_load", hooks.masked_load),
@@ -95,12 +96,16 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
             *((tl, name, word) for name, word in blocks.WORDS.items()),
             (tl, "load", hooks.word_load),
             (tl, "store", hooks.word_store),
+            (tl, "atomic_add", hooks.word_add(blocks.long_way(tl.atomic_add))),
             (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
             (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
         ]
     before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
     for where, name, value in changes:
         setattr(where, name, value)
+    # nearly all that an interleaving makes goes with its last reference
+    collected, collect = gc.get_threshold(), gc.set_threshold
+    collect(50_000, *collected[1:])
     try:
         with warnings.catch_warnings():
             # NaN and infinities are among what is explored
@@ -113,6 +118,20 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
             else:
                 setattr(where, name, value)
         scope.restore()
+        collect(*collected)
+
+
+def _caller() -> Callable[..., Any]:
+    """How a kernel calls a device function, which Triton looks up by its source."""
+    known: dict[Any, Callable[..., Any]] = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = known.get(self)
+        if function is None:
+            function = known[self] = self.rewrite()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _launch_checked(launcher: Launcher, given: tuple[Any, ...]) -> None:
@@ -211,22 +230,26 @@ class Hooks(interpreted.HostMemory):
         kwargs: dict[str, object],
     ) -> None:
         signature, constexprs = _parameters(fn)
-        bound = signature.bind(
-            *args, **{k: v for k, v in kwargs.items() if k in signature.parameters}
-        )
-        bound.apply_defaults()
+        if len(args) == len(signature.parameters):  # most often
+            arguments = dict(zip(signature.parameters, args, strict=True))
+        else:
+            bound = signature.bind(
+                *args, **{k: v for k, v in kwargs.items() if k in signature.parameters}
+            )
+            bound.apply_defaults()
+            arguments = bound.arguments
         given: dict[str, Any] = {}
         names: dict[int, str] = {}
         tensors = [
             (name.split(".")[-1], value)
-            for name, value in flat(bound.arguments).items()
+            for name, value in flat(arguments).items()
             if isinstance(value, torch.Tensor)
         ]
         for name, value in tensors:
             names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
         for _, value in tensors:
             self.world.know(self.world.rank.rank, names[id(value)], value)
-        for name, value in bound.arguments.items():
+        for name, value in arguments.items():
             given[name] = value if name in constexprs else self._argument(value)
         wanted: Any = grid(given) if callable(grid) else grid
         sizes = list(wanted)
@@ -286,6 +309,29 @@ class Hooks(interpreted.HostMemory):
         kind, size, _ = _kind(dtype)
         data = np.full(places.shape, value, kind)
         self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
+
+    def word_add(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """``tl.atomic_add`` of a word; ``otherwise``, of others."""
+
+        def add(
+            pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
+        ) -> Any:
+            single = mask is None and type(pointer) is Block and not pointer.data.ndim
+            kind: Any = pointer.special if single else None
+            if kind is None or kind.element_ty is not tl.int32:
+                return otherwise(pointer, val, mask, sem, scope)
+            address, more = int(pointer.data), int(val)
+            word, how = ctypes.c_int32.from_address(address), blocks.plain(sem) or "acq_rel"
+
+            def change() -> Scalar:
+                before = word.value
+                word.value = before + more
+                return Scalar(before)
+
+            acquires, releases = how in ("acquire", "acq_rel"), how in ("release", "acq_rel")
+            return self._exchange([address], 4, acquires, releases, change)
+
+        return add
 
     def masked_load(
         self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any
@@ -390,18 +436,27 @@ class Hooks(interpreted.HostMemory):
         active = ptr.data[np.broadcast_to(mask, ptr.data.shape)]
         if not active.size:
             return change()
-        me, memory = self._me(), self.world.memory
-        size = ptr.get_element_ty().primitive_bitwidth // 8
-        low, high = _span(active, size)
-        memory.region(low, high, me.name)
-        self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
-        self.world.tasks.point()
-        before = ctypes.string_at(low, high - low)
         acquires = sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE)
         releases = sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE)
-        result = memory.exchange(
-            me, [int(a) for a in active.flat], size, change, acquires, releases
-        )
+        size = ptr.get_element_ty().primitive_bitwidth // 8
+        return self._exchange(active.flat[:].tolist(), size, acquires, releases, change)
+
+    def _exchange(
+        self,
+        addresses: list[int],
+        size: int,
+        acquires: bool,
+        releases: bool,
+        change: Callable[[], Any],
+    ) -> Any:
+        """An atomic read-modify-write of these elements by ``change``."""
+        me, memory = self._me(), self.world.memory
+        low, high = min(addresses), max(addresses) + size
+        memory.region(low, high, me.name)
+        self._poll(me, ("atomic", *addresses), low, high)
+        self.world.tasks.point()
+        before = ctypes.string_at(low, high - low)
+        result = memory.exchange(me, addresses, size, change, acquires, releases)
         self.world.tasks.note("atomic", low, high)
         if ctypes.string_at(low, high - low) != before:
             me.polled.clear()

@@ -309,9 +309,13 @@ class Memory:
                 late,
                 writer,
             )
-        unread = task.clock < region.reads[:, cells].T
+        assert region.last_read is not None, "watched"
+        readers = np.flatnonzero(region.last_read > task.clock)  # those that may have read too late
+        if not readers.size:
+            return
+        unread = (task.clock[readers] < region.reads[readers][:, cells].T).reshape(-1, readers.size)
         if unread.any():
-            reader = unread.argmax(axis=-1)
+            reader = readers[unread.argmax(axis=-1)]
             text = "which nothing orders after the read by"
             self._race(
                 "overwrite", f"{task.name} writes", text, region, cells, unread.any(axis=-1), reader

@@ -198,15 +198,16 @@ def malice_of(number: int, world: int) -> Malice:
 def run(
     seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False
 ) -> Found:
-    """Run ``seed``. ``departures`` are replayed instead of the strategy of the seed."""
+    """Run ``seed``. ``departures`` are replayed instead of the strategy of the seed. With
+    ``recording``, what is found has departures and events."""
     scenario = by_name()[seed.scenario]
     drawn = draw(scenario, seed)
     strategy = strategy_of(seed, enter) if departures is None else Written(departures)
-    noting = Noting(strategy)
+    noting = Noting(strategy) if recording else None
     world = World(
         seed.world,
         drawn.programs,
-        noting,
+        noting or strategy,
         drawn.resident,
         recording,
         drawn.multiprocessors,
@@ -234,7 +235,7 @@ def run(
         schedule,
         failure,
         choices,
-        noting.departures,
+        noting.departures if noting is not None else {},
         tasks.events,
         tasks.describe,
     )
@@ -270,10 +271,13 @@ def shrink(found: Found, enter: Enter) -> Found:
     Returns ``found`` itself, without events, if it does not fail again.
     """
     assert found.failure is not None, "only failures are shrunk"
-    best = run(found.seed, enter, found.departures, recording=True)
-    if best.failure is None or best.failure.kind != found.failure.kind:
-        again = run(found.seed, enter, recording=True)
-        return again if again.failure is not None else found
+    again = run(found.seed, enter, recording=True)
+    if again.failure is None:
+        return found
+    best = run(found.seed, enter, again.departures, recording=True)
+    kind = again.failure.kind
+    if best.failure is None or best.failure.kind != kind:
+        return again
     part, runs = max(len(best.departures) // 2, 1), MOST_RUNS
     while runs > 0 and best.departures:
         steps, shorter = sorted(best.departures), None
@@ -286,7 +290,7 @@ def shrink(found: Found, enter: Enter) -> Found:
                 {s: d for s, d in best.departures.items() if s not in dropped},
                 recording=True,
             )
-            same = tried.failure is not None and tried.failure.kind == found.failure.kind
+            same = tried.failure is not None and tried.failure.kind == kind
             if same and len(tried.departures) < len(best.departures):
                 shorter = tried
                 break

@@ -288,9 +288,17 @@ def _operands(
     )
 
 
+@lru_cache(maxsize=16)
+def _values_of_bytes(source: Any, target: Any) -> Any:
+    """What Triton converts each byte to."""
+    return _convert_as_triton_does(np.arange(256, dtype=np.uint8), source, target, None)
+
+
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """``_convert_float``: fp32 and bf16 differ in 16 bits of the mantissa, but Triton has its own
-    way with subnormals."""
+    """``_convert_float``: 8 bits have 256 values; fp32 and bf16 differ in 16 bits of the mantissa,
+    but Triton has its own way with subnormals."""
+    if source.primitive_bitwidth == 8 and rounding_mode is None:
+        return _values_of_bytes(source, target)[values.view(np.uint8)]
     widens = source is tl.bfloat16 and target is tl.float32
     if rounding_mode is None and (widens or (source is tl.float32 and target is tl.bfloat16)):
         bits = values.view(np.uint16 if widens else np.uint32)
