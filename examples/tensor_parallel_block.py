@@ -30,7 +30,7 @@ from tileweave.bench.environment import WITHOUT_GPUS
 from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
-from tileweave.nn import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn import ColumnParallelLinear, RowParallelLinear, replicate
 from tileweave.ops.core import collectives, registry
 from tileweave.profile.timing import measure
 
@@ -94,7 +94,11 @@ class ParallelBlock(nn.Module):
     ) -> None:
         super().__init__()
         size, self.head, self.group = dist.get_world_size(group), block.sizes.head, group
-        self.norm1, self.norm2 = copy.deepcopy(block.norm1), copy.deepcopy(block.norm2)
+        # each rank computes gradients of norms from its own tokens
+        self.norm1, self.norm2 = (
+            replicate(copy.deepcopy(norm), group=group, sums=True)
+            for norm in (block.norm1, block.norm2)
+        )
         self.qkv = column.from_linear(interleaved(size, block.q, block.k, block.v), group=group)
         self.out = row.from_linear(block.out, group=group)
         self.gate_up = column.from_linear(interleaved(size, block.gate, block.up), group=group)
@@ -106,11 +110,6 @@ class ParallelBlock(nn.Module):
         x = x + self.out(attend(q, k, v, self.head))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(silu(gate) * up)
-
-    def sum_replicated_gradients(self) -> None:
-        """Sum the gradients of norms over ranks: each rank computed them from its own tokens."""
-        for weight in (self.norm1.weight, self.norm2.weight):
-            weight.grad = collectives.all_reduce(weight.grad, self.group)
 
 
 def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
@@ -157,13 +156,13 @@ def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]
     x, target = (t.to(member.device, getattr(torch, sizes.dtype)) for t in (x, target))
     mine = [t.chunk(member.world_size)[member.rank] for t in (x, target)]
     optimizers = [
-        torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9) for block in (part, whole)
+        torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9, foreach=True)
+        for block in (part, whole)
     ]
     losses = []
     for _ in range(steps):
         loss = (part(mine[0]) - mine[1]).float().square().sum() / target.numel()
         loss.backward()
-        part.sum_replicated_gradients()
         total = loss.detach().clone()
         dist.all_reduce(total)
         alone = (whole(x) - target).float().square().mean()

@@ -71,12 +71,12 @@ def test_parity_in_each_world(world: World) -> None:
 
 
 def test_public_calls(largest: World) -> None:
-    cases = [
-        case(rows, cols, 256, dtype, bias=True)
-        for rows, dtype in ((16, "bfloat16"), (520, "float16"))
-        for cols in (512, 508)
-    ]
+    several = (16, "bfloat16"), (520, "float16")
+    cases = [case(rows, 512, 256, dtype, bias=True) for rows, dtype in several]
     largest.run(behaviour.public_calls, cases, PATH, timeout=120)
+    # odd numbers of columns, for which cuBLAS is slow: the plan may be either
+    cases = [case(rows, 508, 256, dtype, bias=True) for rows, dtype in several]
+    largest.run(behaviour.public_calls, cases, None, timeout=120)
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", bias=True)], "unfused")
 
 

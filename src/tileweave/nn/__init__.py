@@ -5,6 +5,7 @@ from __future__ import annotations
 from tileweave.nn.embedding import ShardedEmbeddingBag
 from tileweave.nn.experts import MoE
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn.replicated import replicate
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "ShardedEmbeddingBag",
     "SigmoidTopK",
     "SoftmaxTopK",
+    "replicate",
 ]

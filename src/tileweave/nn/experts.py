@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, pad, relu, silu
 from tileweave.errors import require
 from tileweave.nn.linear import fill_shard, under_autocast
 from tileweave.nn.moe_configs import options_of
-from tileweave.nn.replicated import replicate
+from tileweave.nn.replicated import make_replicated
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 from tileweave.nn.shards import ShardedModule, is_dtensor, local, mesh_of, sharded
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
@@ -273,7 +273,7 @@ class MoE(nn.Module):
         mesh = mesh_of(group, next(self.experts.parameters()).device)
         for module in (self.gate, self.shared_experts):
             if module is not None:
-                replicate(module, mesh, sums=True)
+                make_replicated(module, mesh, sums=True)
         self.register_state_dict_post_hook(_note_activation)
 
     @classmethod

@@ -9,12 +9,49 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local
-from tileweave.ops.core.registry import name_of
+from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local, mesh_of
+from tileweave.ops.core.registry import Group, name_of
 from tileweave.ops.core.replicated import copy_to_group
 
 
-def replicate(
+def replicate(module: nn.Module, *, group: Group | None = None, sums: bool) -> nn.Module:
+    """Make the parameters of a module replicated DTensors, and sum their gradients over a group.
+
+    For layers next to those of this package, such as norms: their gradients come from the rows of
+    one rank. And torch's optimizers with ``foreach``, which is the default on GPUs, refuse
+    parameters of which some are DTensors and some are not.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Changed in place, with all modules in it. Parameters that are DTensors already stay as they
+        are. The values of each rank are kept: they have to be equal.
+
+    group : ProcessGroup, DeviceMesh or str, optional
+        The ranks: a group, its name, or a DeviceMesh of one dimension. None: the default group.
+
+    sums : bool
+        True: each rank applies the module to its own rows, or to its own heads, so that gradients
+        are partial sums, which are summed over the ranks. False: all ranks apply it to the same
+        rows.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``module``. Its parameters are DTensors; while its forward runs they are plain tensors.
+
+    Raises
+    ------
+    InputError
+        (a ValueError) The group is of no kind that is taken.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        make_replicated(module, mesh_of(group, parameter.device), sums)
+    return module
+
+
+def make_replicated(
     module: nn.Module,
     mesh: DeviceMesh,
     sums: bool,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.errors import require
-from tileweave.nn.replicated import replicate
+from tileweave.nn.replicated import make_replicated
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
@@ -147,12 +147,12 @@ def parallelize(
     rows = _own_rows(model, outer, name, sequence_dim) if sequence_parallel else []
     known: dict[nn.Parameter, nn.Parameter] = {}
     for part in rows:  # all that is not sharded sees own rows, or own heads
-        replicate(part, over, True, known, src_data_rank)
+        make_replicated(part, over, True, known, src_data_rank)
     for block in blocks:
         for child, part in model.get_submodule(block.path).named_children():
             if child in OWN_HEADS:
-                replicate(part, over, True, known, src_data_rank)
-    replicate(model, over, False, known, src_data_rank)
+                make_replicated(part, over, True, known, src_data_rank)
+    make_replicated(model, over, False, known, src_data_rank)
     save_whole(model)
     return model
 
