@@ -153,9 +153,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     """The planner of ``op`` with all that is known of ``machine``.
 
     ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls, and less about those with scales of another kind; but where nothing was measured with
-    scales of tensors, those of rows do, which take as long. Those of 16-bit operands correct
-    configs that were never measured with these scales.
+    calls. Those of this package with scales of another kind count less, those of the user's own
+    machine not; but where nothing was measured with scales of tensors, those of rows do, which take
+    as long. Those of 16-bit operands correct configs that were never measured with these scales.
     """
     known = packaged(op)
     if not machine.hopper:
@@ -172,7 +172,7 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     own = [one for one in eight if one.problem.scales == scales] or [
         one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
-    akin = [one for one in eight if one not in own]
+    akin = [one for one in eight if one not in own and one in known]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})

@@ -15,6 +15,7 @@ from itertools import accumulate
 from numbers import Integral, Real
 
 from tileweave.errors import InputError, require
+from tileweave.planning import topology
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import FUSED_WORLD_SIZES, Plan
 
@@ -162,6 +163,8 @@ def plan_embedding(
         near = world_size // nodes
         inside = plan_embedding(near, row_bytes, pooling, machine, interpreting)
         where = f"{nodes} nodes x {near}"
+        if machine.backend != "cpu" and not topology.RAN_ON_GPUS:
+            return Plan("unfused", f"{where}: {topology.NOT_ON_GPUS}")
         if inside.config is None:
             return Plan("unfused", f"{where}: {inside.reason}")
         reason = f"{where}, vectors cross in slices; {row_bytes} bytes per row"

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+# Expert and embedding operators over nodes ran on CPUs only. Until they have run on GPUs, they are
+# unfused there. Set it to True to try them.
+RAN_ON_GPUS = False
+NOT_ON_GPUS = "between nodes this operator has run on CPUs only"
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:

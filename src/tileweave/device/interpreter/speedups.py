@@ -295,9 +295,10 @@ def _values_of_bytes(source: Any, target: Any) -> Any:
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """``_convert_float``: 8 bits have 256 values; fp32 and bf16 differ in 16 bits of the mantissa,
-    but Triton has its own way with subnormals."""
-    if source.primitive_bitwidth == 8 and rounding_mode is None:
+    """``_convert_float``: 8 bits have 256 values (fp64 is left to Triton); fp32 and bf16 differ in
+    16 bits of the mantissa, but Triton has its own way with subnormals."""
+    widths = source.primitive_bitwidth, target.primitive_bitwidth
+    if widths in ((8, 16), (8, 32)) and values.dtype.itemsize == 1 and rounding_mode is None:
         return _values_of_bytes(source, target)[values.view(np.uint8)]
     widens = source is tl.bfloat16 and target is tl.float32
     if rounding_mode is None and (widens or (source is tl.float32 and target is tl.bfloat16)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tileweave.planning import topology
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import (
     FUSED_WORLD_SIZES,
@@ -225,6 +226,8 @@ def over_nodes(
     """
     where = f"{p.nodes} nodes x {p.world_size // p.nodes}"
     config, reason = inside.config, inside.reason
+    if machine.backend != "cpu" and not topology.RAN_ON_GPUS:
+        return Plan("unfused", f"{where}: {topology.NOT_ON_GPUS}")
     if p.world_size == p.nodes:
         sizes = (p.max_tokens, p.topk, p.cols, p.depth)
         found = why_unfused(FUSED_WORLD_SIZES[0], sizes, machine, interpreting)
