@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tileweave.nn.replicated import replicate
+from tileweave.nn.replicated import make_replicated
 from tileweave.parallel.fused import SplitLinear, check_parts
 
 
@@ -127,7 +127,7 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         source = self.src_data_rank
-        replicate(module, device_mesh, sums=True, source=source)
+        make_replicated(module, device_mesh, sums=True, source=source)
         return module
 
     def __repr__(self) -> str:
