@@ -138,12 +138,15 @@ def expected_y(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
     """Expected rows, fp64 [rows, N], in the order of the plan, so that the order is verified as
     well."""
     drawn = draw_all_ranks(case, size, seed)
-    y = [
-        drawn[source].x[token].double() @ drawn[rank].experts[expert].double().t()
-        for expert, rows in enumerate(expected_rows(case, rank, size, seed))
-        for source, token, _ in rows
-    ]
-    return torch.stack(y) if y else torch.zeros(0, case.cols, dtype=torch.float64)
+    y = [torch.zeros(0, case.cols, dtype=torch.float64)]
+    for expert, rows in enumerate(expected_rows(case, rank, size, seed)):
+        if rows:
+            y.append(_tokens(drawn, rows) @ drawn[rank].experts[expert].double().t())
+    return torch.cat(y)
+
+
+def _tokens(drawn: list[Operands], rows: list[tuple[int, int, int]]) -> torch.Tensor:
+    return torch.stack([drawn[source].x[token] for source, token, _ in rows]).double()
 
 
 def expected_gradients(
@@ -155,14 +158,14 @@ def expected_gradients(
     dexperts = torch.zeros(case.experts, case.cols, case.depth, dtype=torch.float64)
     for owner in range(size):
         rows = expected_rows(case, owner, size, seed)
-        c = iter(coefficients(case, sum(map(len, rows)), owner, torch.device("cpu")).double())
-        for expert, mine in enumerate(rows):
-            for source, token, _ in mine:
-                weight, grad = drawn[owner].experts[expert].double(), next(c)
+        c = coefficients(case, sum(map(len, rows)), owner, torch.device("cpu")).double()
+        for expert, (mine, grads) in enumerate(zip(rows, c.split([*map(len, rows)]), strict=True)):
+            back = grads @ drawn[owner].experts[expert].double()
+            for (source, token, _), grad in zip(mine, back, strict=True):
                 if source == rank:
-                    dx[token] += grad @ weight
-                if owner == rank:
-                    dexperts[expert] += grad[:, None] * drawn[source].x[token].double()
+                    dx[token] += grad
+            if owner == rank and mine:
+                dexperts[expert] = grads.t() @ _tokens(drawn, mine)
     return dx, dexperts
 
 
