@@ -172,7 +172,7 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     own = [one for one in eight if one.problem.scales == scales] or [
         one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
-    akin = [one for one in eight if one not in own and one in known]
+    akin = [one for one in known if fp8 and one.problem.fp8 and one not in own]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
