@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 import tileweave as tw
-from tileweave.bench.subjects import copied, wide
+from tileweave.bench.subjects import copied, recorded, wide
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
-from tileweave.profile.record import Recording, record_call
+from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape
@@ -117,13 +117,7 @@ class EmbeddingBagAllToAll:
     def record(self, operands: EmbeddingOperands, group: dist.ProcessGroup) -> Recording:
         size, (rows, width) = dist.get_world_size(group), operands.out_shape
         sent = (operands.batch - rows) * (width // size) * operands.x.element_size()
-        return record_call(
-            lambda: self.call(operands, group)[0],
-            self.explain(operands, group),
-            operands.x.device,
-            sent,
-            group,
-        )
+        return recorded(self, operands, group, sent)
 
     def error(self, operands: EmbeddingOperands, got: torch.Tensor, second: object = None) -> float:
         begin, end = rows_of(operands.batch, len(operands.others), operands.rank)

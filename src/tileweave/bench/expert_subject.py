@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.subjects import copied, wide
+from tileweave.bench.subjects import copied, recorded, wide
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.problem import Plan
-from tileweave.profile.record import Recording, record_call
+from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape
@@ -144,13 +144,7 @@ class _Experts(ABC):
         )
         width = operands.out_shape[1] if self.op == GroupedMatmulCombine.op else operands.x.shape[1]
         nbytes = sent * width * operands.x.element_size()
-        return record_call(
-            lambda: self.call(operands, group)[0],
-            self.explain(operands, group),
-            operands.x.device,
-            nbytes,
-            group,
-        )
+        return recorded(self, operands, group, nbytes)
 
 
 class DispatchGroupedMatmul(_Experts):

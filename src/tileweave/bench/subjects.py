@@ -103,6 +103,17 @@ class Subject(Protocol):
         ...
 
 
+def recorded(subject: Any, operands: Any, group: dist.ProcessGroup, sent: int) -> Recording:
+    """Record a call of ``subject``, in which this rank sends ``sent`` bytes."""
+    return record_call(
+        lambda: subject.call(operands, group)[0],
+        subject.explain(operands, group),
+        operands.x.device,
+        sent,
+        group,
+    )
+
+
 class _Matmul:
     """What the matmul operators share."""
 
@@ -240,13 +251,7 @@ class MatmulReduceScatter(_Matmul):
         sent = (
             (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size()
         )
-        return record_call(
-            lambda: self.call(operands, group)[0],
-            self.explain(operands, group),
-            operands.x.device,
-            sent,
-            group,
-        )
+        return recorded(self, operands, group, sent)
 
 
 class MatmulAllReduce(_Matmul):
@@ -312,13 +317,7 @@ class MatmulAllReduce(_Matmul):
             * operands.x.element_size()
             // size
         )
-        return record_call(
-            lambda: self.call(operands, group)[0],
-            self.explain(operands, group),
-            operands.x.device,
-            sent,
-            group,
-        )
+        return recorded(self, operands, group, sent)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         if second is None:
@@ -360,13 +359,7 @@ class _Exchanged(_Matmul):
             else operands.rows.new_empty(operands.out_shape, device="meta")
         )
         sent = (size - 1) * moved.numel() // size * operands.x.element_size()
-        return record_call(
-            lambda: self.call(operands, group)[0],
-            self.explain(operands, group),
-            operands.x.device,
-            sent,
-            group,
-        )
+        return recorded(self, operands, group, sent)
 
 
 class MatmulAllToAll(_Exchanged):
