@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.planning.schedules.grouped import GroupedProblem, over_nodes
+from tileweave.planning.schedules.grouped import SCALED_ON_CPUS_ONLY, GroupedProblem, over_nodes
 
 # Rows of one token on one rank that the Hopper kernel can count: LENGTH in
 # ``kernels/experts/combine_hopper_tasks.py``.
@@ -100,6 +100,8 @@ def plan_combine(
     """The plan of a grouped_matmul_combine: what can run, then what is fastest. The same on all
     ranks."""
     s = shape
+    if s.fp8:
+        return Plan("unfused", SCALED_ON_CPUS_ONLY)
     if s.nodes > 1:
         inside = plan_combine(s.in_node, machine, interpreting)
         return over_nodes(s, inside, _ALONE, machine, interpreting)
