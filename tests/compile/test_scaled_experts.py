@@ -9,16 +9,33 @@ import re
 
 import pytest
 import torch
+from tests.compile import test_dispatch_kernels as kernels
 from tests.compile.harness import Compiled, offline
+from tests.compile.ptx_lint import lint, operations
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
 from triton import knobs
 
-from tileweave.kernels.experts import scaled, scaled_hopper
+from tileweave.kernels.experts import (
+    combine_hopper_scaled,
+    combine_triton,
+    dispatch_hopper_scaled,
+    dispatch_triton,
+    scaled,
+    scaled_hopper,
+)
+from tileweave.kernels.experts.dispatch_hopper import portable
+from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, slot_bytes
+from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem
 
 FP8 = torch.float8_e4m3fn
+FUSED = DispatchConfig(
+    "hopper", 128, 256, 128, 4, 4, 8, 64, signal_blocks=32, ordered=True, scaled=True
+)
+COMBINE = CombineConfig("hopper", 128, 256, 128, 4, 4, 8, 4, 7, 16, 256)
+PLAIN = portable(FUSED, fp8=True)
 EXPERTS, ROWS, COLS, DEPTH = 4, 1024, 784, 400
 
 
@@ -43,6 +60,93 @@ def compile_grouped(target: str, hopper: bool) -> Compiled:
         knobs.compilation.disable_line_info = True
         make(sizes, 132)(x, x_scale, w, w_scale, y, offsets)
     return launched[0]
+
+
+@functools.cache
+def compile_dispatch(config: DispatchConfig, target: str) -> Compiled:
+    x, _ = packed(kernels.TOKENS, DEPTH)
+    w = torch.zeros(kernels.EXPERTS, COLS, DEPTH, dtype=torch.uint8).view(FP8)
+    w_scale = torch.zeros(kernels.EXPERTS, -(-COLS // 128), -(-DEPTH // 128))
+    bound = kernels.WORLD_SIZE * kernels.TOKENS * kernels.TOPK
+    y = torch.empty(bound, COLS, dtype=torch.bfloat16)
+    pitch = x.stride(0)
+    tokens = torch.zeros(kernels.TOKENS, pitch, dtype=torch.uint8)
+    peers = kernels.endpoint(3 * kernels.TOKENS * pitch, torch.uint8)
+    sizes = (kernels.RANK, kernels.WORLD_SIZE, kernels.TOKENS, kernels.TOPK, bound)
+    make = dispatch_hopper_scaled.launcher if config.scaled else dispatch_triton.launcher
+    with knobs.compilation.scope(), offline(target) as launched:
+        knobs.compilation.disable_line_info = True
+        make(peers, config, *sizes, w, 132)(tokens, w, y, kernels.fields(), w_scale)
+    return launched[0]
+
+
+@functools.cache
+def compile_combine(target: str, hopper: bool) -> Compiled:
+    p = GroupedProblem(kernels.WORLD_SIZE, 64, 4, EXPERTS, COLS, DEPTH, 1, "float8_e4m3fn")
+    bound, dtype, blocks = p.world_size * p.max_tokens * p.topk, torch.bfloat16, -(-DEPTH // 128)
+    y = torch.zeros(bound, DEPTH, dtype=torch.uint8).view(FP8)
+    w = torch.zeros(EXPERTS, COLS, DEPTH, dtype=torch.uint8).view(FP8)
+    y_scale, w_scale = torch.zeros(blocks, bound).t(), torch.zeros(EXPERTS, -(-COLS // 128), blocks)
+    products, out = torch.empty(bound, COLS, dtype=dtype), torch.empty(50, COLS, dtype=dtype)
+    offsets, entry_row, ids = (
+        torch.zeros(n, dtype=torch.int32) for n in (EXPERTS + 1, bound, p.max_tokens * p.topk)
+    )
+    given = (y, w, offsets, entry_row, ids, torch.zeros(50, p.topk), products, out)
+    peers = kernels.endpoint(slot_bytes(p) // 2, dtype)
+    with knobs.compilation.scope(), offline(target) as launched:
+        knobs.compilation.disable_line_info = True
+        if hopper:
+            make = combine_hopper_scaled.launcher
+            launch = make(peers, p, COMBINE, kernels.RANK, 132, y, y_scale, dtype)
+            launch(*given, y_scale, w_scale)
+        else:
+            scales = (y_scale, w_scale)
+            combine_triton.launch(
+                peers, *given, p, SCALED_PORTABLE, kernels.RANK, 132, scales=scales
+            )
+    return launched[0]
+
+
+def test_combine_hopper_fits_and_keeps_the_protocol() -> None:
+    compiled = compile_combine("sm_90", True)
+    ptx = compiled.ptx or ""
+    print(compiled.registers, compiled.spills, compiled.shared_bytes)
+    assert compiled.registers == 168 and compiled.fits_shared
+    assert compiled.spills is not None and compiled.spills <= 400, "as of 16-bit operands"
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 2
+    seen = operations(compiled, guarded=("slots",))
+    assert seen.signals and seen.waits and lint(compiled, guarded=("slots",)) == []
+
+
+def test_combine_triton_fits_and_keeps_the_protocol() -> None:
+    compiled = compile_combine("sm_90", False)
+    print(compiled.registers, compiled.spills, compiled.shared_bytes)
+    assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 64
+    seen = operations(compiled, guarded=("slots",))
+    assert seen.signals and seen.waits and lint(compiled, guarded=("slots",)) == []
+
+
+def test_dispatch_hopper_fits_and_keeps_the_protocol() -> None:
+    compiled = compile_dispatch(FUSED, "sm_90")
+    ptx = compiled.ptx or ""
+    print(compiled.registers, compiled.spills, compiled.shared_bytes)
+    assert compiled.registers == 168 and compiled.fits_shared
+    assert compiled.spills is not None and compiled.spills <= 32
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 2
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    assert not re.search(r"[sl][td]\.global\S*\.b(8|16)\b", ptx), "bytes are moved 16 at a time"
+    assert "atom.global.gpu.release.exch.b32" in ptx and "fence.proxy.async" in ptx
+    assert operations(compiled, guarded=("slots",)).signals
+    assert lint(compiled, guarded=("slots",)) == []
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_dispatch_triton_fits_and_keeps_the_protocol(target: str) -> None:
+    compiled = compile_dispatch(PLAIN, target)
+    print(compiled.registers, compiled.spills, compiled.shared_bytes)
+    assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 64
+    seen = operations(compiled, guarded=("slots",))
+    assert seen.signals and seen.waits and lint(compiled, guarded=("slots",)) == []
 
 
 def test_grouped_hopper_fits() -> None:

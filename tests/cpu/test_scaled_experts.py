@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import experts
+from tests.support.calls import call_unfused
 from tests.support.experts import ROUTINGS, Case
 from tests.support.worlds import Member, Worlds
 
@@ -18,6 +19,10 @@ from tileweave.errors import InputError
 from tileweave.ops import reference
 from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows
 from tileweave.ops.matmul.quantize import _in_torch
+from tileweave.planning.combine import plan_combine
+from tileweave.planning.machine import CPU, H200
+from tileweave.planning.schedules import grouped
+from tileweave.planning.schedules.grouped import GroupedProblem, plan_dispatch
 
 FP8 = torch.float8_e4m3fn
 HIDDEN, INNER = 144, 80  # K of the dispatch, and of the combine; neither is a multiple of 128
@@ -156,6 +161,25 @@ def test_uneven_tokens_and_experts(worlds: Worlds) -> None:
 
 def test_a_group_of_one(worlds: Worlds) -> None:
     worlds("gloo", 1).run(dispatched, CASES[4:5])
+
+
+def test_unfused(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(call_unfused, dispatched, [CASES[5], UNEVEN[0]])
+
+
+def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs unfused until the kernels have run there; over nodes always."""
+    problem = GroupedProblem(2, 1024, 8, 64, 4096, 7168, 1, "float8_e4m3fn")
+    for plan in (plan_dispatch, plan_combine):
+        assert plan(problem, CPU, True).path == "fused"
+        monkeypatch.setattr(grouped, "SCALED_RAN_ON_GPUS", False)
+        assert grouped.SCALED_ON_CPUS_ONLY in str(plan(problem, H200, False))
+        monkeypatch.setattr(grouped, "SCALED_RAN_ON_GPUS", True)
+        config = plan(problem, H200, False).config
+        assert config is not None and (config.kernel, config.tile_k) == ("hopper", 128)
+        older = replace(H200, arch=89)
+        assert plan(problem, older, False).path == "unfused"
+        assert "nodes" in str(plan(replace(problem, nodes=2), CPU, True))
 
 
 def unchecked(me: Member) -> None:

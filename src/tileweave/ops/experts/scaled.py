@@ -72,7 +72,7 @@ def packed(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
         parts = [x.view(torch.uint8), x_scale.contiguous().view(torch.uint8)]
         parts.append(parts[0].new_zeros(rows, pitch - depth - 4 * blocks(depth)))
         return torch.cat(parts, 1)
-    out = torch.zeros(rows, pitch, dtype=torch.uint8, device=x.device)
+    out = torch.empty(rows, pitch, dtype=torch.uint8, device=x.device)
     if x.numel() and (x.is_cuda or interpreting()):
         scale = out.view(torch.float32)[:, depth // 4 :]
         _pack_launcher(rows, depth, pitch, x.get_device())(x, out, scale)

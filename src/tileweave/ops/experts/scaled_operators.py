@@ -161,6 +161,11 @@ def dispatch(
     if y is None:
         y = x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
     tokens, weights = packed(x, x_scale), ScaledExperts(experts, w_scale)
+    if chosen.config is not None:
+        dispatch_grouped_matmul_fused.run_fused(
+            tokens, experts, plan, y, group_name, chosen.config, w_scale=w_scale
+        )
+        return y
     log_fallback(DISPATCH, chosen)
     kept = receive(tokens, plan, group_of(group_name))
     rows = unpacked(_rows(tokens, kept, plan), x.shape[1])
@@ -281,6 +286,16 @@ def combine(
         call.check(plan)
     group = group_of(group_name)
     chosen = plan_of_combine(experts, plan, topology_of(group, y.device))
+    if chosen.config is not None:
+        z = (
+            y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+            if out is None
+            else out
+        )
+        grouped_matmul_combine_fused.run_fused(
+            y, experts, plan, weights, z, group_name, chosen.config, (y_scale, w_scale)
+        )
+        return z
     log_fallback(COMBINE, chosen)
     products = y.new_empty(y.shape[0], experts.shape[1], dtype=OUT_DTYPES[out_dtype])
     _multiply(ScaledRows(y, y_scale), ScaledExperts(experts, w_scale), plan, products)

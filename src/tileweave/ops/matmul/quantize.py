@@ -26,7 +26,8 @@ KINDS = ("tensor", "row", "block", "tile")
 def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to float8_e4m3fn, with float32 scales: ``x`` is about ``data * scale``.
 
-    For operands of ``all_gather_matmul``, ``matmul_reduce_scatter`` and ``matmul_all_reduce``.
+    For operands of ``all_gather_matmul``, ``matmul_reduce_scatter`` and ``matmul_all_reduce``; with
+    ``"block"`` and ``"tile"`` also of the operators of experts.
 
     Parameters
     ----------
