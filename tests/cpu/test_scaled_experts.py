@@ -182,6 +182,12 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "nodes" in str(plan(replace(problem, nodes=2), CPU, True))
 
 
+def test_no_rows_are_quantized() -> None:
+    for kind, scales in (("row", 1), ("block", 2)):
+        data, scale = tw.quantize(torch.zeros(0, 3, 144), kind)
+        assert data.shape == (0, 3, 144) and scale.shape == (0, 3, scales)
+
+
 def unchecked(me: Member) -> None:
     """The kernel against the reference, bit for bit where products are exact."""
     generator = torch.Generator().manual_seed(me.rank)

@@ -76,7 +76,7 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
                 return quantize(x, kind)
         data, sent = quantize_rows(x.contiguous().view(-1, depth), kind)
         scale = sent.t() if kind == "block" else sent.view(-1, 1)
-        return data.view(x.shape), scale.reshape(*x.shape[:-1], -1)
+        return data.view(x.shape), scale.reshape(*x.shape[:-1], scale.shape[-1])
     return _in_torch(x, kind)
 
 
