@@ -54,7 +54,7 @@ def compile_grouped(target: str, hopper: bool) -> Compiled:
     y = torch.zeros(ROWS, COLS, dtype=torch.bfloat16)
     offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32)
     strides = x_scale.stride()
-    sizes = scaled.Sizes(x.stride(0), *strides, EXPERTS, COLS, DEPTH, ROWS)
+    sizes = scaled.Sizes(x.stride(0), strides[0], strides[1], EXPERTS, COLS, DEPTH, ROWS)
     make = scaled_hopper.launcher if hopper else scaled.launcher
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
