@@ -23,10 +23,12 @@ from tileweave.kernels.experts import (
     combine_triton,
     dispatch_hopper_scaled,
     dispatch_triton,
+    rows,
     scaled,
     scaled_hopper,
 )
 from tileweave.kernels.experts.dispatch_hopper import portable
+from tileweave.kernels.quantize import Pitch, quantize_launcher
 from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, slot_bytes
 from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem
 
@@ -105,6 +107,31 @@ def compile_combine(target: str, hopper: bool) -> Compiled:
                 peers, *given, p, SCALED_PORTABLE, kernels.RANK, 132, scales=scales
             )
     return launched[0]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_kernels_on_rows_fit_and_move_16_bytes(target: str) -> None:
+    """Packed tokens are gathered as words; swiglu is quantised where it is computed; tokens are
+    quantised into the row that travels."""
+    words = torch.zeros(kernels.TOKENS, 256, dtype=torch.int32)
+    kept, table = torch.zeros(3 * kernels.TOKENS, 256, dtype=torch.int32), kernels.fields()
+    bound = kernels.WORLD_SIZE * kernels.TOKENS * kernels.TOPK
+    y = torch.zeros(bound, 2 * 720, dtype=torch.bfloat16)
+    data, scale = torch.zeros(bound, 720, dtype=torch.uint8), torch.zeros(6, bound)
+    wide = (kernels.EXPERTS, kernels.TOKENS, kernels.TOPK, kernels.RANK, kernels.WORLD_SIZE)
+    x, tokens = torch.zeros(8, 7168, dtype=torch.bfloat16), torch.zeros(8, 7392, dtype=torch.uint8)
+    with knobs.compilation.scope(), offline(target) as launched:
+        knobs.compilation.disable_line_info = True
+        rows.gather_rows(words, kept, table, *wide)
+        rows.swiglu_quantized(y, data, scale, table[0], kernels.EXPERTS)
+        launch = quantize_launcher(8, 7168, True, pitch=Pitch(7392, 1848, 1))
+        launch(x, tokens, tokens.view(torch.float32)[:, 1792:])
+    assert len(launched) == 3
+    for compiled in launched:
+        ptx = compiled.ptx or ""
+        print(compiled.name, compiled.registers, compiled.spills)
+        assert compiled.spills == 0 and "ld.global.v4.b32" in ptx, compiled.name
+        assert re.search(r"st\.global(\.v[24])?\.b(32|64)", ptx), compiled.name
 
 
 def test_combine_hopper_fits_and_keeps_the_protocol() -> None:
