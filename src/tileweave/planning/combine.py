@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
-from tileweave.planning.schedules import grouped
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem, over_nodes
 
@@ -118,8 +117,6 @@ def plan_combine(
         config = CombineConfig("triton", *tile, 1, 4, 2, 2, 2, 8, 32, 1, 1)
         return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows per expert", config)
     reason = why_no_kernel(s.dtype, machine)
-    if reason is None and s.fp8 and not grouped.SCALED_RAN_ON_GPUS:
-        reason = grouped.SCALED_ON_CPUS_ONLY
     if reason is not None:
         return Plan("unfused", reason)
     config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows per expert if balanced"

@@ -62,12 +62,6 @@ class DispatchConfig:
         return f"{self.kernel} kernel, {tile}, {self.num_stages} stages"
 
 
-# Fused calls with FP8 operands have not run on GPUs. Until they have, they are unfused there. Set
-# it to True to try them.
-SCALED_RAN_ON_GPUS = False
-SCALED_ON_CPUS_ONLY = "with FP8 operands the fused kernel has run on CPUs only"
-
-
 @dataclass(frozen=True, slots=True)
 class GroupedProblem:
     """The sizes of one grouped matmul.
@@ -237,8 +231,6 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
         tile = (16, 128, 128) if p.fp8 else (16, 32, 64)
         return Plan("fused", "interpreted", DispatchConfig("triton", *tile, 1, 4, 4, 1, 4, 4))
     reason = why_no_kernel(p.dtype, machine)
-    if reason is None and p.fp8 and not SCALED_RAN_ON_GPUS:
-        reason = SCALED_ON_CPUS_ONLY
     if reason is not None:
         return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
