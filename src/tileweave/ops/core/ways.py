@@ -38,6 +38,16 @@ class Ways(NamedTuple):
     near: str
 
     @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.node * self.each + self.local
+
+    @property
+    def near_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node * self.each, (self.node + 1) * self.each)
+
+    @property
     def others(self) -> list[int]:
         """The other nodes, in order."""
         return [node for node in range(self.nodes) if node != self.node]
