@@ -38,14 +38,19 @@ from tileweave.planning.sharding import EmbeddingLayout
 
 
 @contextmanager
-def arriving(grad: torch.Tensor, call: Call) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+def arriving(
+    grad: torch.Tensor, call: Call, least: int = 0
+) -> Iterator[tuple[torch.Tensor, list[Part]]]:
     """grad [b, width] of each rank's samples -> [B, sum of own dims], of which the columns of some
-    tables are there after a wait each. The call lasts as long as the context."""
+    tables are there after a wait each. The call lasts as long as the context.
+
+    ``least``: as for ``over_nodes.run``.
+    """
     layout, batch = call.layout, call.batch
     checksum = hash((number_of(BACKWARD), number_of(grad.dtype), batch, layout)) or 1
     with spanning_call(BACKWARD, call.group_name, grad, checksum) as ways:
         mine = grad.new_empty(batch, sum(layout.dims[ways.rank]))
-        count = slices_of(layout, batch, grad.element_size())
+        count = slices_of(layout, batch, grad.element_size(), least)
         parts = [_send(ways, grad, layout, mine, part, count) for part in range(count)]
         _own_node(ways, grad, layout, mine)
         enter_launch_order_of(grad)  # again: the push has left it

@@ -53,11 +53,14 @@ class _Slice(NamedTuple):
 
 
 def run(
-    call: Call, config: EmbeddingConfig, out: torch.Tensor | None, checksum: int
+    call: Call, config: EmbeddingConfig, out: torch.Tensor | None, checksum: int, least: int = 0
 ) -> torch.Tensor:
-    """The result [b, width], as ``run_fused`` of ``bag_all_to_all_fused.py`` returns it."""
+    """The result [b, width], as ``run_fused`` of ``bag_all_to_all_fused.py`` returns it.
+
+    ``least``: bytes of a slice, if not ``LEAST_BYTES``.
+    """
     with spanning_call(OP, call.group_name, call.indices, checksum) as ways:
-        parts = slices_of(call.layout, call.batch, call.out_dtype.itemsize)
+        parts = slices_of(call.layout, call.batch, call.out_dtype.itemsize, least)
         traveling = [_send(ways, call, config, part, parts) for part in range(parts)]
         y = _own_node(ways, call, config, out, checksum)
         enter_launch_order_of(call.indices)  # again: the kernel has left it
@@ -95,11 +98,11 @@ def samples_of(layout: EmbeddingLayout, batch: int) -> list[tuple[int, int]]:
     return [rows_of(batch, size, rank) for rank in range(size)]
 
 
-def slices_of(layout: EmbeddingLayout, batch: int, itemsize: int) -> int:
+def slices_of(layout: EmbeddingLayout, batch: int, itemsize: int, least: int) -> int:
     """In how many slices a call crosses; the same on every rank."""
     most = max(map(len, layout.dims))
     nbytes = max(sum(dims) for dims in layout.dims) * batch * itemsize
-    return max(1, min(SLICES, most, nbytes // LEAST_BYTES))
+    return max(1, min(SLICES, most, nbytes // (least or LEAST_BYTES)))
 
 
 def tables_of(count: int, part: int, parts: int) -> slice:
