@@ -65,7 +65,8 @@ def _ways(workspace: Workspace) -> Ways:
         if transport.capturing():
             raise CaptureError(
                 f"asked: the first call over {ranks} under CUDA-graph capture; allowed: capture "
-                "after a call; remedy: call tw.warmup(...) before"
+                "after a call, in which NCCL connects the ranks; remedy: make a call with these "
+                "sizes before, on every rank, or tw.warmup(...)"
             )
         inside, near = None, ""
         if ranks.per_node > 1:
