@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, compare, ids_of, model
+from tests.cpu.test_parallelize import FORMS, compare, ids_of, model, whole
 from tests.support.calls import refusal, run_either
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, Worlds
@@ -57,6 +57,24 @@ def pickled_experts(me: Member) -> None:
 
 def test_copies_of_experts(world: World) -> None:
     run_either(world, False, pickled_experts)
+
+
+def overflown(me: Member) -> float:
+    """A gradient overflows in the shard of one rank."""
+    part = tw.parallelize(model())
+    scaler, optimizer = torch.amp.GradScaler("cpu", 8.0), torch.optim.SGD(part.parameters(), 1.0)
+    scaler.scale(part(ids_of()).square().mean()).backward()
+    if me.rank == 0:
+        part.layers[0].mlp.up_proj.weight.grad.to_local()[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    before = dict(model().named_parameters())
+    assert all(torch.equal(whole(p), before[name]) for name, p in part.named_parameters())
+    return scaler.get_scale()
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one(world: World) -> None:
+    assert run_either(world, False, overflown) == [4.0, 4.0]
 
 
 def refused(me: Member) -> list[str]:
