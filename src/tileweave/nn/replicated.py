@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tileweave.nn.made_classes import make_class
 from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local, mesh_of
 from tileweave.ops.core.registry import Group, name_of
 from tileweave.ops.core.replicated import copy_to_group
@@ -105,8 +106,8 @@ def _class_of(cls: Any, names: tuple[str, ...]) -> type:
             self._in_forward = before
 
     properties = {name: property(_getter(name)) for name in names}
-    members = {**properties, "forward": forward, "__module__": cls.__module__}
-    return type(cls.__name__, (ShardedModule, cls), members)
+    members = {**properties, "forward": forward}
+    return make_class(cls, ShardedModule, members, _class_of, names)
 
 
 def _getter(name: str) -> Any:

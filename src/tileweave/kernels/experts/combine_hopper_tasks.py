@@ -441,7 +441,8 @@ def serve_tickets(
             # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
             while made <= chunk:
                 counter = counts + TILES + made
-                await_count(counter, tile_rows * chunk_columns(made, tile_cols, chunk_cols))
+                tiles = tile_rows * chunk_columns(made, tile_cols, chunk_cols)
+                await_count(counter, tiles * C.SHARERS)
                 made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)
