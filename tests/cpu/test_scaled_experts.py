@@ -24,14 +24,14 @@ from tileweave.planning.machine import CPU, H200
 from tileweave.planning.schedules.grouped import GroupedProblem, plan_dispatch
 
 FP8 = torch.float8_e4m3fn
-HIDDEN, INNER = 144, 80  # K of the dispatch, and of the combine; neither is a multiple of 128
+HIDDEN, INNER = 144, 48  # K of the dispatch, and of the combine; neither is a multiple of 128
 CASES = [
     Case((5, 3), depth=HIDDEN, cols=2 * INNER, dtype="bfloat16", routing=routing)
     for routing in ROUTINGS
 ]
 UNEVEN = [
     replace(CASES[0], tokens=(0, 7), spare=2, index_dtype=torch.int32),
-    replace(CASES[1], experts=5, topk=8),
+    replace(CASES[1], experts=5, topk=6),
     replace(CASES[0], tokens=(19,), experts=1, topk=1, cols=288),
 ]
 

@@ -111,6 +111,12 @@ class Choices(NamedTuple):
     REDUCE, REDUCE_REGISTERS : warps of *reduce*, and registers of their threads.
 
     SHARERS : partitions that multiply, each of which counts in its part of a tile.
+
+    TOGETHER : tokens that a thread of *reduce* sums at once.
+
+    MULTIPLY_REGISTERS : of each of several partitions that multiply.
+
+    EARLY : *reduce* draws tickets.
     """
 
     WORLD_SIZE: int
@@ -130,6 +136,9 @@ class Choices(NamedTuple):
     REDUCE: int
     REDUCE_REGISTERS: int
     SHARERS: int = 1
+    TOGETHER: int = HELD.value
+    MULTIPLY_REGISTERS: int = 0
+    EARLY: bool = True
 
 
 @gluon.jit
@@ -284,7 +293,19 @@ def reduce_partition(tensors, peers, rank, sizes, cut, num_partitions, C: gl.con
         weights = tensors.weights
         push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
     list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
-    serve_tickets(tensors, peers, cut, current, programs, C, COLS=COLS, WARPS=WARPS, KINDS=1)
+    if C.EARLY:
+        serve_tickets(
+            tensors,
+            peers,
+            cut,
+            current,
+            programs,
+            C,
+            COLS=COLS,
+            WARPS=WARPS,
+            KINDS=1,
+            TOGETHER=C.TOGETHER,
+        )
     if program == programs - 1:  # also if this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
             index = (rank + i) % WORLD_SIZE * MAX_SLICES + cut.chunks * cut.groups

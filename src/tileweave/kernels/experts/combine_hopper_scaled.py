@@ -9,7 +9,8 @@ Read ``combine_hopper.py`` first: *load*, *reduce*, tickets and the proof hold h
   (``device/gluon/scaled_matmul.py``). Both take every number that is dealt, read every buffer, and
   count in their part of each tile, so that a chunk has twice as many counts. When tiles are out,
   each draws tickets by itself.
-- *reduce* has the registers that two warpgroups of 200 leave.
+- *reduce* has the registers that two warpgroups of 224 leave, so its threads sum one token at a
+  time.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ from tileweave.planning.combine import CombineConfig
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
-MULTIPLY_REGISTERS = gl.constexpr(200)
-REDUCE_REGISTERS = 104
+MULTIPLY_REGISTERS, REDUCE_REGISTERS, TOGETHER, EARLY = 224, 56, 1, True
 
 
 class Scales(NamedTuple):
@@ -212,7 +212,7 @@ def grouped_matmul_combine_scaled_kernel(
             (reduce_partition, (tensors, peers, rank, sizes, cut, leaving, C)),
         ],
         [4, 1, C.REDUCE],
-        [MULTIPLY_REGISTERS, 40, C.REDUCE_REGISTERS],
+        [C.MULTIPLY_REGISTERS, 40, C.REDUCE_REGISTERS],
     )
 
 
@@ -241,7 +241,13 @@ def launcher(
         descriptor(base, y.dtype, [s.experts * s.cols, s.depth], s.depth, [c.tile_n, c.tile_k]),
         descriptor(base, dtype, [bound, s.cols], s.cols, box),
     )
-    choices = choices_of(s, c)._replace(SHARERS=SHARERS.value, REDUCE_REGISTERS=REDUCE_REGISTERS)
+    choices = choices_of(s, c)._replace(
+        SHARERS=SHARERS.value,
+        REDUCE_REGISTERS=REDUCE_REGISTERS,
+        TOGETHER=TOGETHER,
+        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
+        EARLY=EARLY,
+    )
     row, block = y_scale.stride()
 
     def pack(

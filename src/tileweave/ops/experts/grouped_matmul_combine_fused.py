@@ -56,7 +56,8 @@ def run_fused(
         else:
             if config.kernel == "hopper" and scales is not None:
                 config = SCALED_PORTABLE
-            kernel.launch(peers, *tensors, shape, config, rank, num_sms, scales)
+            of_fp8 = {} if scales is None else {"scales": scales}
+            kernel.launch(peers, *tensors, shape, config, rank, num_sms, **of_fp8)
     finally:
         instance.launched()
 
