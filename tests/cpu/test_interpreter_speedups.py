@@ -338,8 +338,13 @@ def about_operators() -> list[str]:
             *itertools.product(made, made + few + numbers),
             *itertools.product(few, made),
         ]
+        places = [
+            *((slice(None), None), (None, slice(None)), (None, slice(None), None), (None,), None),
+            *((None, None, None, None), (0,), (slice(1, 2), None), [None], (tl.constexpr(None),)),
+        ]
+        found = [tell(lambda a, w: a[w], a, where) for a in shaped + made for where in places]
         with np.errstate(all="ignore"):
-            return [tell(one, a, b) for a, b in pairs for one in operators]
+            return found + [tell(one, a, b) for a, b in pairs for one in operators]
     finally:
         scope.restore()
 

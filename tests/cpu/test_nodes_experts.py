@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support import combine, experts
+from tests.support import combine, experts, scaled_experts
 from tests.support.dead_nodes import SECONDS, SLACK, outlive, survive
 from tests.support.experts import Case
 from tests.support.worlds import Member, World, Worlds, one_shot
@@ -49,6 +49,12 @@ def test_compiled(worlds: Worlds) -> None:
     world = worlds("gloo", 4, 2)
     world.run(experts.gradients, cases_of(world)[2:], "aot_eager")
     world.run(combine.gradients, cases_of(world)[2:], True, "aot_eager")
+
+
+def test_fp8_tokens_are_right(worlds: Worlds) -> None:
+    """They have no path between nodes."""
+    case = Case((3, 0, 5), experts=3, topk=3, depth=144, cols=96, dtype="bfloat16", nodes=2)
+    worlds("gloo", 4, 2).run(scaled_experts.dispatched, [case])
 
 
 # --- Late ranks, a late network ---

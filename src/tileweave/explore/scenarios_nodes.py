@@ -43,7 +43,10 @@ class Spanning:
     """What all scenarios over nodes have in common."""
 
     over_nodes: ClassVar[bool] = True
-    resident: ClassVar[int] = 1
+
+    @property
+    def resident(self) -> int:
+        return 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         world.workspace(rank).transport = spanning(world, rank)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.errors import require
 from tileweave.nn.linear import ParallelLinear
-from tileweave.nn.replicated import make_replicated
+from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
@@ -158,6 +158,7 @@ def parallelize(
             if child in OWN_HEADS:
                 make_replicated(part, over, True, known, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
+    plain_in_parents(model)
     save_whole(model)
     return model
 

@@ -55,17 +55,29 @@ def _like(tensor: Any, handle: Any) -> Any:
     return made
 
 
+# by identity of the element and by shape: (element, a tensor of that type)
+_KNOWN: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+
+
+def _block(handle: Any, element: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor of a block type, which is made once."""
+    known = _KNOWN.get((id(element), shape))
+    if known is not None:
+        return _like(known[1], handle)
+    if len(_KNOWN) > 4096:  # each launch has pointer types of its own
+        _KNOWN.clear()
+    made = _Tensor(handle, _Block(element, list(shape)))
+    _KNOWN[id(element), shape] = element, _like(made, None)
+    return made
+
+
 def _made(data: Any, handle: Any, element: Any, like: Any) -> Any:
-    """A tensor of ``element`` and the shape of ``like``; of that of ``data`` where both operands
-    were spread."""
-    kind = like.type
-    if type(kind) is not _Block:
+    """A tensor of ``element``; a block where ``like`` is one."""
+    if type(like.type) is not _Block:
         return _Tensor(handle, element)
-    if like.handle.data.shape != data.shape:
-        return _Tensor(handle, _Block(element, list(data.shape)))
-    if like.dtype is element:
+    if like.dtype is element and like.handle.data.shape == data.shape:
         return _like(like, handle)
-    return _Tensor(handle, kind.with_element_ty(element))
+    return _block(handle, element, data.shape)
 
 
 def _shape_of(left: Any, right: Any) -> Any:
@@ -151,16 +163,36 @@ def _moved(pointer: Any, offset: Any) -> Any:
     return _made(data, _handle(data, pointer.handle.dtype.scalar), pointer.dtype, like)
 
 
+_WHOLE_SLICE = slice(None)
+
+
+def _expansion(otherwise: Function) -> Function:
+    """Blocks with further dimensions of size 1: ``[:, None]``."""
+
+    def run(self: Any, slices: Any) -> Any:
+        if type(slices) is not tuple or type(self.type) is not _Block:
+            return otherwise(self, slices)
+        sizes = list(self.handle.data.shape)
+        for axis, one in enumerate(slices):
+            if one is None and axis <= len(sizes):
+                sizes.insert(axis, 1)
+            elif type(one) is not slice or one != _WHOLE_SLICE:
+                return otherwise(self, slices)
+        data = self.handle.data.reshape(sizes)
+        return _block(_handle(data, self.handle.dtype.scalar), self.dtype, data.shape)
+
+    return run
+
+
 def _quotient(a: Any, b: Any) -> Any:
     return (a - np.fmod(a, b)) // b
 
 
-_WHOLE = frozenset(_INTEGERS)
 _KINDS: dict[str, tuple[Function, frozenset[int]]] = {
     "sub": (np.subtract, _NUMBERS),
     "mul": (np.multiply, _NUMBERS),
-    "floordiv": (_quotient, _WHOLE),
-    "mod": (np.fmod, _WHOLE),
+    "floordiv": (_quotient, frozenset(_INTEGERS)),
+    "mod": (np.fmod, frozenset(_INTEGERS)),
     "and": (np.bitwise_and, _WORDS),
     "or": (np.bitwise_or, _WORDS),
 }
@@ -176,6 +208,8 @@ _COMPARISONS = {
 
 def quicker(name: str, otherwise: Function) -> Function:
     """``otherwise``, or what does the same sooner: a method of ``tl.tensor``."""
+    if name == "__getitem__":
+        return _expansion(otherwise)
     word = name.strip("_")
     swapped = word.startswith("r") and word[1:] in ("add", *_KINDS)
     word = word[1:] if swapped else word

@@ -212,8 +212,8 @@ def check_scaled_experts(
         "contiguous experts, and contiguous rows: tensor cores read FP8 along K only",
         "pass .contiguous()",
     )
-    of_w: tuple[int, ...] = (local, blocks(cols), blocks(depth))
-    scales = [("w_scale", w_scale, of_w)]
+    of_w = (local, blocks(cols), blocks(depth))
+    scales: list[tuple[str, torch.Tensor, tuple[int, ...]]] = [("w_scale", w_scale, of_w)]
     if scale is not None:
         scales.append((f"{name}_scale", scale, (rows.shape[0], blocks(depth))))
     for of, given, shape in scales:
