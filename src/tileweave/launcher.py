@@ -230,14 +230,14 @@ def launch(
                     nodes,
                     device_type,
                     store.port,
-                    os.getpid(),
+                    dict(os.environ),
                     str(result),
                     function,
                     args,
                 ),
                 nprocs=world_size,
                 join=False,
-                start_method="spawn",
+                start_method=_start_method(),
             )
         try:
             _await(context, result, seconds, grace)
@@ -297,6 +297,19 @@ def _rank_environment(device_type: DeviceType) -> dict[str, str | None]:
     return wanted
 
 
+def _start_method() -> str:
+    """How ranks are started in the environment that they get.
+
+    Importing torch takes seconds of CPU time on each rank. Those that interpret kernels are forked
+    from one process that has imported it; it is started once and ends with this one. Its kernels
+    are interpreted, and it never touches a device.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or sys.platform != "linux":
+        return "spawn"
+    mp.set_forkserver_preload(["tileweave.kernels.all_gather.triton", "tileweave.launcher"])
+    return "forkserver"
+
+
 @contextmanager
 def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Change the environment of this process, for processes started inside."""
@@ -336,7 +349,7 @@ def _rank_main(
     nodes: int,
     device_type: DeviceType,
     port: int,
-    parent: int,
+    environment: dict[str, str],
     result: str,
     function: Callable[..., Any],
     args: tuple[object, ...],
@@ -345,8 +358,11 @@ def _rank_main(
     rank 0."""
     # Ctrl-C, or the death of the parent, ends a rank at once and silently
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getppid() != parent:  # the parent died while signals were ignored
+    parent = mp.parent_process()
+    if parent is None or not parent.is_alive():  # it died while signals were ignored
         return
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    _apply(dict.fromkeys(os.environ.keys() - environment.keys()) | environment)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     if nodes > 1:
@@ -361,6 +377,12 @@ def _rank_main(
         draft.rename(result)
     sys.stdout.flush()
     dist.destroy_process_group()
+
+
+def _end_with_parent(parent: Any) -> None:
+    """The kernel tells a rank that its parent has died only where that started the process."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _join(

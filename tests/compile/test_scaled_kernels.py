@@ -92,7 +92,7 @@ def test_the_sum_of_shards_fits() -> None:
         endpoint(WORLD_SIZE * 16 * 512, out.dtype), WORLD_SIZE, RANK, 16, 512, 132
     )
     slot = torch.empty(WORLD_SIZE, 16, 512, dtype=out.dtype)
-    compiled = compile_one(lambda: launch(slot, out, out[0], out), TARGET)
+    compiled = compile_one(lambda: launch(slot, out, out[0], out, out, out), TARGET)
     assert compiled.spills is not None and compiled.spills <= STACK
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx or "")) >= WORLD_SIZE
     assert [str(violation) for violation in lint(compiled)] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.behaviour import run_example
+from tests.support.behaviour import run_example, run_in_fork
 from tests.support.worlds import Member, Worlds
 
 from tileweave.bench.environment import WITHOUT_GPUS
@@ -27,26 +28,45 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_neighbour_exchange() -> None:
-    assert "largest error" in run_example("neighbour_exchange.py", "3", on_gpu=False)
+    assert "largest error" in run_example("neighbour_exchange.py", "3", on_gpu=False, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["moe_training.py", "dlrm_training.py"])
 def test_short_training_programs(name: str) -> None:
-    """By the command in their first lines, on two ranks. The loss falls."""
+    """By the command in their first lines, on two ranks. The loss falls.
+
+    One is started by torchrun itself, the other one in forks."""
     command = (EXAMPLES / name).read_text("utf-8").split('"""')[1].splitlines()[2].split("#")[0]
     launcher, *words = command.split()
     assert launcher == "torchrun"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "CUDA_VISIBLE_DEVICES": ""},
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(EXAMPLES.parent / "src"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    if name == "moe_training.py":
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+            env=environment,
+            cwd=EXAMPLES.parent,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        output = done.stdout
+    else:
+        *options, script = words
+        assert options == ["--nproc-per-node", "2"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ends = run_in_fork(environment, [str(EXAMPLES.parent / script)], ranks=2)
+        assert [code for code, _, _ in ends] == [0, 0], ends
+        output = "".join(out for _, out, _ in ends)
+    losses = [float(line.split()[-1]) for line in output.splitlines() if "loss" in line]
     assert len(losses) == 20 and losses[-1] < 0.1 * losses[0]
 
 
@@ -204,11 +224,10 @@ def test_every_rank_counts(worlds: Worlds, wrong: float, told: float) -> None:
 
 def output_of(script: str) -> str:
     """Output of a script that gets the folder of the examples; their kernels are interpreted."""
-    command = [sys.executable, "-c", script, str(EXAMPLES)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, check=True
-    ).stdout
+    ((code, out, err),) = run_in_fork(environment, ["-c", script, str(EXAMPLES)])
+    assert code == 0, err
+    return out
 
 
 def errors_of(script: str) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -309,7 +310,46 @@ def about_words() -> list[str]:
         scope.restore()
 
 
-TOPICS = (about_types, about_operands, about_conversions, about_words)
+def about_operators() -> list[str]:
+    """Each operator with operands of each two types and shapes, with numbers, and with what it made
+    itself."""
+    from triton.runtime import interpreter
+
+    operators = [
+        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod),
+        *(operator.and_, operator.or_, operator.xor, operator.truediv),
+        *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+    ]
+    numbers = [0, 3, -3, 1 << 31, 1 << 40, 1 << 63, 2.5, -0.0, 1e300, True, None, tl.constexpr(5)]
+    scope = interpreter._patch_lang(weighted.fn)
+    try:
+        typed = [tensor_of(element, [4]) for element in ELEMENTS + POINTERS]
+        shaped = [
+            tensor_of(element, shape)
+            for element in (tl.int32, tl.int64, tl.float32, POINTERS[0])
+            for shape in SHAPES
+        ]
+        made = [shaped[3] < 3, (shaped[2] < 3) & (shaped[2] > 0), typed[3][None, :] < 2]
+        few = [shaped[0], shaped[2], typed[1]]
+        pairs = [
+            *itertools.product(typed, typed + numbers),
+            *itertools.product(numbers, typed),
+            *itertools.product(shaped, shaped),
+            *itertools.product(made, made + few + numbers),
+            *itertools.product(few, made),
+        ]
+        places = [
+            *((slice(None), None), (None, slice(None)), (None, slice(None), None), (None,), None),
+            *((None, None, None, None), (0,), (slice(1, 2), None), [None], (tl.constexpr(None),)),
+        ]
+        found = [tell(lambda a, w: a[w], a, where) for a in shaped + made for where in places]
+        with np.errstate(all="ignore"):
+            return found + [tell(one, a, b) for a, b in pairs for one in operators]
+    finally:
+        scope.restore()
+
+
+TOPICS = (about_types, about_operands, about_conversions, about_words, about_operators)
 
 
 def run(patched: bool) -> dict[str, object]:

@@ -20,7 +20,7 @@ from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.ops import reference
-from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.problem import KernelName, MatmulConfig
 
 PATH = "fused" if has_kernel(AR) else "unfused"
 
@@ -323,14 +323,16 @@ CHUNKS = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, num_slices=4, r
 @fused
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_chunks(worlds: Worlds, size: int, chunks: int) -> None:
+@pytest.mark.parametrize("kernel", ["triton", "library"])
+def test_chunks(worlds: Worlds, kernel: KernelName, size: int, chunks: int) -> None:
     """Even and uneven last chunks, and fewer rows than the chunks would need."""
     cases = [
         case(66 * size, 24, 33, bias=True, residual=True, norm=True),
         case(16 * size, 17, 20, "float16", integers=True),
         case(65 * size - 1, 40, 8, "bfloat16", norm=True),
     ]
-    worlds("gloo", size).run(parity.parity, cases, replace(CHUNKS, row_chunks=chunks))
+    config = replace(CHUNKS, kernel=kernel, row_chunks=chunks)
+    worlds("gloo", size).run(parity.parity, cases, config)
 
 
 def other_strides(me: Member, case: Case, config: MatmulConfig) -> None:

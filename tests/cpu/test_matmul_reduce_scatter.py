@@ -245,6 +245,22 @@ def test_parity(
     worlds("gloo", size).run(parity.parity, cases, config, PROGRAMS if spans else None)
 
 
+BY_SHARDS = MatmulConfig("library", "copy_engine", 16, 32, 16, 1, 4)
+
+
+@fused
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_shards(worlds: Worlds, size: int) -> None:
+    """cuBLAS multiplies the rows of one rank at a time."""
+    cases = [
+        case(20, 40, 50, bias=True),
+        case(5, 17, 70, "float16", integers=True),
+        case(33, 9, 24, "bfloat16", bias=True),
+    ]
+    worlds("gloo", size).run(parity.parity, cases, BY_SHARDS)
+    worlds("gloo", size).run(parity.many_calls, cases[:1], BY_SHARDS, 12, 0.004)
+
+
 @fused
 @transports
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

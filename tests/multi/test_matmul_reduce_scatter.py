@@ -33,9 +33,15 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
 COPIED = replace(HOPPER, transport="copy_engine", num_slices=2)
+BY_SHARDS = MatmulConfig("library", "copy_engine", 16, 256, 64, 4, 8)
 each_kernel = pytest.mark.parametrize(
     "config",
-    [TRITON, pytest.param(HOPPER, marks=on_hopper), pytest.param(COPIED, marks=on_hopper)],
+    [
+        TRITON,
+        BY_SHARDS,
+        pytest.param(HOPPER, marks=on_hopper),
+        pytest.param(COPIED, marks=on_hopper),
+    ],
     ids=lambda config: f"{config.kernel}-{config.transport}",
 )
 

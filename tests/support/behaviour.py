@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.fork_server import server
 from tests.support.matmul_cases import (
     AG,
     AR,
@@ -28,7 +33,7 @@ from tests.support.matmul_cases import (
     verify,
 )
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
-from tests.support.worlds import ROOT, Member
+from tests.support.worlds import ROOT, Member, environment_for
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
@@ -419,9 +424,17 @@ def _check_state(part: torch.nn.Module, whole: torch.nn.Linear) -> None:
 # --- Examples ---
 
 
-def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
+def run_example(
+    name: str,
+    *words: str,
+    on_gpu: bool,
+    code: int = 0,
+    seconds: float = 110.0,
+    fresh: bool = False,
+) -> str:
     """Run ``python examples/<name> <words>``, which must exit with ``code``. Return its output, or
-    its errors if there is no output."""
+    its errors if there is no output. ``fresh``: also on the CPU in a process that has imported
+    nothing, which takes seconds."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -430,15 +443,40 @@ def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: fl
     environment = {**kept, "PYTHONPATH": str(ROOT / "src")}
     if not on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(ROOT / "examples" / name), *words]
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout or done.stderr
+    command = [str(ROOT / "examples" / name), *words]
+    if not (on_gpu or fresh) and sys.platform == "linux":
+        ended, out, err = run_in_fork(environment, command, seconds=seconds)[0]
+    else:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        ended, out, err = done.returncode, done.stdout, done.stderr
+    assert ended == code, f"exit code {ended}\n{out}\n{err}"
+    return out or err
+
+
+def run_in_fork(
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    ranks: int = 1,
+    seconds: float = 110.0,
+) -> list[tuple[int, str, str]]:
+    """``python *words`` with interpreted kernels, in forks of the server of ranks: (exit code,
+    output, errors) of each of ``ranks``, which have the variables of torchrun if there are more."""
+    with ExitStack() as files:
+        kept, running = [], []
+        for rank in range(ranks):
+            kept.append([files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)])
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            each = {**environment, **(place if ranks > 1 else {})}
+            running.append(server(environment_for("gloo", {})).script(each, words, *kept[-1]))
+        ended = [one.wait(seconds) for one in running]
+        for one in itertools.chain(*kept):
+            one.seek(0)
+        return [(end, *(one.read() for one in pair)) for end, pair in zip(ended, kept, strict=True)]

@@ -1,4 +1,4 @@
-"""Fork processes for ranks from one process that has imported torch, triton and the package.
+"""Fork processes for ranks and scripts from one that has imported torch, triton and the package.
 
 Imports cost 1.5 s of CPU time per process, and 3 s where ``torch.compile`` is called; a fork costs
 milliseconds. The server starts no threads and touches no device, so a fork is in the same state as
@@ -13,14 +13,19 @@ import contextlib
 import gc
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = ("torch._dynamo", "tests.support.worlds", "tileweave.kernels.all_gather.triton")
@@ -69,15 +74,44 @@ def _report(requests: socket.socket) -> None:
             requests.send(pickle.dumps(("ended", ended[0], os.waitstatus_to_exitcode(ended[1]))))
 
 
-def _become(request: tuple[dict[str, str], tuple[object, ...]], pipe: int, log: int) -> None:
-    """In a fork: run as the requested rank."""
+def _become(request: tuple[dict[str, str], Any], pipe: int, log: int) -> None:
+    """In a fork: run as the requested rank, or a script."""
     environment, arguments = request
     os.environ.clear()
     os.environ.update(environment)
+    if isinstance(arguments, list):
+        _run_script(arguments, pipe, log)
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
     import_module("tests.support.worlds").serve(pipe, *arguments)
+
+
+def _run_script(words: list[str], out: int, err: int) -> NoReturn:
+    """As ``python *words`` does: a file, or ``-c`` and a text. It forks its ranks, too."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    launcher: Any = import_module("tileweave.launcher")
+    launcher._start_method = lambda: "fork"
+    inline = words[0] == "-c"
+    sys.argv[:] = [words[0], *words[2:]] if inline else words
+    code: object = 0
+    try:
+        if inline:
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), module.__dict__)
+        else:
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = traceback.format_exc()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code is not None and code != 0))
 
 
 # --- In the process of the tests ---
@@ -96,9 +130,14 @@ class Forked:
             self.returncode = self._server.ended.pop(self.pid, None)
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = float("inf")) -> int:
+        """The exit code. After ``seconds`` the process is killed."""
+        deadline = time.monotonic() + seconds
         while self.poll() is None:
-            self._server.listen(1.0)
+            self._server.listen(min(1.0, max(deadline - time.monotonic(), 0.0)))
+            if time.monotonic() > deadline:
+                self.kill()
+                deadline = float("inf")
         assert self.returncode is not None, "it has ended"
         return self.returncode
 
@@ -133,7 +172,17 @@ class Server:
         self, environment: Mapping[str, str], pipe: int, log: int, *arguments: object
     ) -> Forked:
         """``tests.support.worlds.serve(pipe, *arguments)`` in a fork that writes to ``log``."""
-        socket.send_fds(self._requests, [pickle.dumps((dict(environment), arguments))], [pipe, log])
+        return self._forked((dict(environment), arguments), [pipe, log])
+
+    def script(
+        self, environment: Mapping[str, str], words: Sequence[str], out: IO[str], err: IO[str]
+    ) -> Forked:
+        """``python *words`` in a fork whose kernels are interpreted: a file and its arguments, or
+        ``-c``, a text and its arguments."""
+        return self._forked((dict(environment), list(words)), [out.fileno(), err.fileno()])
+
+    def _forked(self, request: object, descriptors: list[int]) -> Forked:
+        socket.send_fds(self._requests, [pickle.dumps(request)], descriptors)
         while not self._started:
             self.listen(1.0)
         return Forked(self, self._started.pop())

@@ -74,8 +74,10 @@ def instance_of(
     group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig
 ) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
-    if config.kernel == "library":
-        kind = "library" if config.transport == "sm" else "gather"
+    if config.kernel == "library" and config.transport == "sm":
+        kind = "library"
+    elif config.kernel == "library" and op != AR:
+        kind = "gather"
     return workspace_of(name_of(group), device).instance(op, kind)
 
 

@@ -1,8 +1,8 @@
 """Connects a model world to Triton's interpreter: launches become tasks, loads and stores become
 scheduling points.
 
-Only this file and ``device/interpreter/speedups.py`` use private parts of the interpreter. They are
-the same in Triton 3.6 and 3.9.
+Only this file and ``speedups.py`` and ``operators.py`` of ``device/interpreter`` use private parts
+of the interpreter. They are the same in Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations

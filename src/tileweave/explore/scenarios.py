@@ -442,8 +442,8 @@ class AllReduceInChunks:
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        for op in ("matmul_reduce_scatter", self.op):
-            begin_instance(world, rank, op, "copy_engine", drawn.epoch)
+        begin_instance(world, rank, "matmul_reduce_scatter", instance_of(self.config), drawn.epoch)
+        begin_instance(world, rank, self.op, "copy_engine", drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -480,7 +480,8 @@ class AllReduceInChunks:
                 chunks_of(tiles * world.size * tile_m + further, count, world.size, tile_m)
             )
         of_chunks = replace(drawn, calls=launches)
-        yield from end_instance(world, rank, "matmul_reduce_scatter", "copy_engine", of_chunks)
+        kind = instance_of(self.config)
+        yield from end_instance(world, rank, "matmul_reduce_scatter", kind, of_chunks)
         begun = drawn.calls - 1 if self.captured else 0  # captured calls begin with one more
         of_all = replace(drawn, calls=launches + begun)
         yield from end_instance(world, rank, self.op, "copy_engine", of_all)
@@ -631,6 +632,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
     AllReduceInChunks(
         "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 9, 17))
+    ),
+    AllReduceInChunks(
+        "in chunks, by shards",
+        triton_config("copy_engine", kernel="library", row_chunks=2),
+        ((3, 0, 8, 16), (2, 1, 9, 17)),
     ),
     AllReduceInChunks(
         "in chunks, captured",

@@ -53,6 +53,7 @@ _SCATTER = (
     _launch(128),
     _launch(256),
     *_LARGE_BLOCKS,
+    _PER_SHARD,
     *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
     _uncut(replace(_SQUARE, group_m=8), 2),
     _uncut(_SMALL),
@@ -63,6 +64,7 @@ _REDUCE = (
     _launch(128, 4),
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
+    *(replace(_PER_SHARD, row_chunks=chunks) for chunks in (1, 2)),
     *(
         replace(_uncut(_WIDE, slices), row_chunks=chunks)
         for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
@@ -87,7 +89,6 @@ _FP8_SQUARE = replace(_SQUARE, tile_k=128, num_stages=5)
 _FP8_GATHER = (*_by_cublas(_GATHER), _FP8_WIDE, _FP8_SQUARE, _uncut(_FP8_SQUARE))
 _FP8_SCATTER = (
     *_by_cublas(_SCATTER),
-    _PER_SHARD,
     *(_uncut(_FP8_WIDE, slices) for slices in (1, 2, 4)),
     *(_uncut(replace(_SQUARE, tile_k=128, group_m=8), slices) for slices in (2, 4)),
 )
@@ -222,7 +223,7 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     if p.fp8 and own and not _takes_fp8(op, c, p):
         return False
     if op == "matmul_all_reduce":
-        in_chunks = c.kernel != "library" and c.transport == "copy_engine"
+        in_chunks = c.transport == "copy_engine"
         if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
             return False
         if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:

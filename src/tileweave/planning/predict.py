@@ -61,6 +61,8 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     if c.kernel == "library":
         if op in GATHERS:
             return _cublas_per_shard(p, w, costs, link_rate)
+        if op == "matmul_all_reduce":
+            return _reduce_chunks(p, w, c.row_chunks, costs, link_rate)
         return _send_shards(p, w, costs, link_rate)
     return _fused(op, p, w, c, costs, link_rate)
 
@@ -71,9 +73,10 @@ def host_seconds(op: str, c: MatmulConfig | None, world_size: int) -> float:
     all-reduce."""
     if c is None or c.transport == "sm":
         return 0.0
+    chunks = c.row_chunks if op == "matmul_all_reduce" else 0
     if c.kernel == "library":
-        return 80e-6 * world_size
-    return 180e-6 * c.row_chunks if op == "matmul_all_reduce" else 0.0
+        return 80e-6 * world_size * max(chunks, 1) + 60e-6 * chunks
+    return 180e-6 * chunks
 
 
 def _cublas(m: int, n: int, k: int, p: Problem, costs: Costs) -> float:
@@ -108,6 +111,14 @@ def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
         sent = max(sent, step * (product + c.gap) + c.copy_latency) + each
     summed = costs.stream((size + 1) * (w.m // size) * w.n * p.out_itemsize)
     return max(sent + c.signal, size * (product + c.gap)) + summed
+
+
+def _reduce_chunks(p: Problem, w: Work, chunks: int, costs: Costs, link_rate: float) -> float:
+    """Chunks of rows that are reduced one after the other; the gather of the last one is not
+    hidden."""
+    c, one = costs.c, replace(w, m=max(w.m // chunks, p.world_size), nbytes=w.nbytes / chunks)
+    gathered = c.copy_latency + one.nbytes / (c.copy_fraction * link_rate)
+    return chunks * (_send_shards(p, one, costs, link_rate) + c.gap) + gathered
 
 
 def _fused(

@@ -37,8 +37,9 @@ class MatmulConfig(_CachedHash):
     """How a fused matmul is divided into tiles, stages and transfers.
 
     kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
-        ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"`` (all-gather
-        only), copy engines bring the shards and each shard is multiplied by a launch of its own.
+        ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"``, the rows of
+        each rank are multiplied by a launch of their own, and copy engines bring them before
+        (all-gather), or send the products (reduce-scatter, all-reduce).
     transport : how data reaches peers. ``"nodes"``: chunks cross to other nodes by NCCL (gloo on
         the CPU), copy engines push inside the node; with ``"library"`` cuBLAS multiplies one chunk
         while others travel, with ``"triton"`` tiles wait for chunks (all-gather on the CPU only).
@@ -100,7 +101,8 @@ class MatmulConfig(_CachedHash):
         if self.multiplies_chunks:
             return f"cuBLAS on each chunk as NCCL moves them, at most {self.num_slices} chunks"
         if self.kernel == "library" and self.transport == "copy_engine":
-            return "cuBLAS on each shard as copy engines bring it"
+            text = "cuBLAS on each shard, which copy engines move"
+            return f"{text}, {self.row_chunks} chunks of rows" if self.row_chunks > 1 else text
         if self.kernel == "library":
             shots = ", one shot" if self.shots == 1 else ""
             return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}{shots}"

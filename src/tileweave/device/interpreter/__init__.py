@@ -1,4 +1,5 @@
 """Device functions under Triton's interpreter.
 
-``words.py`` has bodies in plain Python; ``speedups.py`` makes Triton's interpreter faster.
+``words.py`` has bodies in plain Python; ``speedups.py`` and ``operators.py`` make Triton's
+interpreter faster.
 """

@@ -8,7 +8,8 @@ does nothing without ``debug``). Here the language is patched once a launch, fro
 shapes are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and
 every check of it, is Triton's.
 
-Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the
+Private parts of the interpreter are touched here, in ``operators.py``, which has the operators of
+tensors, and in ``explore/interpreter.py``; they are the
 same in Triton 3.6 to 3.9, and ``device/triton/signal.py`` leaves other versions as they are.
 """
 
@@ -26,6 +27,8 @@ import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
+
+from tileweave.device.interpreter.operators import quicker
 
 _ABSENT = object()
 _patch_as_triton_does = triton_interpreter._patch_lang
@@ -69,10 +72,13 @@ def _patches_of_triton() -> list[tuple[Any, str, object]]:
         writing.restore()
     # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only
     # where it has dimensions
-    return [
-        (where, name, _index if name == "__index__" else _direct(value))
-        for where, name, value in writing.patches
-    ]
+    return [(where, name, _quick(where, name, value)) for where, name, value in writing.patches]
+
+
+def _quick(where: Any, name: str, patch: Any) -> object:
+    if name == "__index__":
+        return _index
+    return quicker(name, _direct(patch)) if where is tl.tensor else _direct(patch)
 
 
 def _index(self: Any) -> int:

@@ -8,7 +8,8 @@ computes the next. This kernel is queued after the product for the own rows.
     slot   [R, m, N]   one of two, by the host's count of calls; place s is rank s's partial sum of
                        this rank's rows, where no other rank writes; the own place is not used
     own    [m, N]      this rank's partial sum of them
-    out    [m, N]      their sum in rank order in fp32, plus bias, rounded once
+    residual, mirror   as out, if given: added, too; gets the result a second time, for peers
+    out    [m, N]      their sum in rank order in fp32, plus bias and residual, rounded once
 
 =====================  =====  ====================================  ==============================
 signal (int32)         value  notifier                              waiter
@@ -53,6 +54,7 @@ from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 
 BLOCK = 2048
+_CHANGING = "slot", "own", "bias", "residual", "out", "mirror"
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -60,7 +62,9 @@ def sum_shards_kernel(
     slot,
     own,
     bias,
+    residual,
     out,
+    mirror,
     peers,
     rank,
     size,
@@ -68,6 +72,8 @@ def sum_shards_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    MIRROR: tl.constexpr,
 ):
     """``slot``: this call's; ``size``: elements of ``out``, which has ``cols`` columns."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -85,8 +91,12 @@ def sum_shards_kernel(
             acc += tl.load(part + at, mask=at < size, other=0.0).to(tl.float32)
         if HAS_BIAS:
             acc += tl.load(bias + at % cols, mask=at < size, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            acc += tl.load(residual + at, mask=at < size, other=0.0).to(tl.float32)
         acc = tl.where(fault != 0, float("nan"), acc)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
+        if MIRROR:
+            tl.store(mirror + at, acc.to(out.dtype.element_ty), mask=at < size)
     if program == 0:
         await_pushed(peers, epoch, WORLD_SIZE)
     if last_to_leave(peers, programs):
@@ -97,24 +107,35 @@ def sum_launcher(
     peers: Peers, world_size: int, rank: int, rows: int, cols: int, programs: int
 ) -> Launcher:
     """Launches for a result [rows, cols], called with the slot of the call, the own partial sum,
-    bias or None, and out."""
+    bias or None, residual or None, out, and mirror or None."""
     size = rows * cols
 
     def pack(
-        slot: torch.Tensor, own: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+        slot: torch.Tensor,
+        own: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        mirror: torch.Tensor | None,
     ) -> Call:
-        added = out if bias is None else bias
-        words = slot.data_ptr(), own.data_ptr(), added.data_ptr(), out.data_ptr()
+        given = bias is not None, residual is not None, mirror is not None
+        tensors = (
+            slot,
+            own,
+            out if bias is None else bias,
+            out if residual is None else residual,
+            out,
+            out if mirror is None else mirror,
+        )
+        words = tuple(tensor.data_ptr() for tensor in tensors)
 
         def changing() -> dict[str, Any]:
-            named = {"slot": slot, "own": own, "bias": added, "out": out}
-            return {**named, "HAS_BIAS": bias is not None}
+            named: dict[str, Any] = dict(zip(_CHANGING, tensors, strict=True))
+            return named | dict(zip(("HAS_BIAS", "HAS_RESIDUAL", "MIRROR"), given, strict=True))
 
-        return Call((bias is None, *(word % 16 == 0 for word in words)), words, changing)
+        return Call((*given, *(word % 16 == 0 for word in words)), words, changing)
 
     fixed = {"peers": peers, "rank": rank, "size": size, "cols": cols}
     fixed |= {"WORLD_SIZE": world_size, "BLOCK": BLOCK}
     count = min(programs, cdiv(size, BLOCK))
-    return Launcher(
-        sum_shards_kernel, count, fixed, pack, ("slot", "own", "bias", "out"), num_warps=8
-    )
+    return Launcher(sum_shards_kernel, count, fixed, pack, _CHANGING, num_warps=8)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OP = "matmul_all_reduce"
 KIND = "copy_engine"
-QUEUE = 1  # copies of the reduce-scatter do not wait for pulls
+QUEUE = 1  # copies that wait for tiles of a reduce-scatter do not wait for pulls
 
 
 class _Chunk(NamedTuple):

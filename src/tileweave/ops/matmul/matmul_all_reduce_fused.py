@@ -82,16 +82,16 @@ def run_scaled(
     multiplied by."""
     config = chosen.config
     assert config is not None, "run_scaled needs a fused plan"
-    if config.kernel == "library":
-        run_library(x, product, added, out, residual_out, group_name, chosen)
+    if config.transport == "copy_engine":
+        _in_chunks(x, product, added, out, residual_out, group_name, chosen, config)
         return
     require(
-        config.transport == "copy_engine",
-        f"FP8 operands with transport {config.transport!r}",
+        config.kernel == "library",
+        f"FP8 operands with kernel {config.kernel!r}, transport {config.transport!r}",
         "copy engines",
         "pass such a config, or one of cuBLAS",
     )
-    _in_chunks(x, product, added, out, residual_out, group_name, chosen, config)
+    run_library(x, product, added, out, residual_out, group_name, chosen)
 
 
 def _in_chunks(

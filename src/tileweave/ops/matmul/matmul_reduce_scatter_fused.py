@@ -60,7 +60,7 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
 
-        run_library((x,), Plain(w, None), bias, out, group_name, chosen)
+        run_library((x,), Plain(w, None), bias, out, group_name, chosen, mirror, residual)
         return
     _run(x, w, bias, out, group_name, chosen, config, mirror, residual, None, ())
 
@@ -80,7 +80,7 @@ def run_scaled(
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.kernel == "library":
-        run_library(x, product, bias, out, group_name, chosen)
+        run_library(x, product, bias, out, group_name, chosen, mirror, residual)
         return
     from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.ops.matmul.scaled import check_tile
@@ -138,15 +138,18 @@ def run_library(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
+    mirror: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """A call whose matmul is ``product``, by cuBLAS: of all rows before one launch that reduces,
-    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]."""
+    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]. mirror,
+    residual: only with copy engines."""
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.transport == "copy_engine":
         made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
-        instance, call = made
-        call(instance, x, product, bias, out, chosen.checksum)
+        instance, (sums, added) = made
+        sums(instance, x, product, added(bias, residual), out, mirror, chosen.checksum)
         return
     instance, (call, added) = ready(
         chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
@@ -156,10 +159,12 @@ def run_library(
 
 def _make_sums(
     workspace: Workspace, _: torch.Tensor, product: Product, rows: int
-) -> tuple[Instance, ShardSums]:
+) -> tuple[Instance, tuple[ShardSums, type[Added]]]:
+    from tileweave.ops.matmul.reduce_by_cublas import Added
     from tileweave.ops.matmul.shards_by_cublas import shard_sums
 
-    return shard_sums(workspace, OP, rows, product)
+    instance, call = shard_sums(workspace, OP, rows, product)
+    return instance, (call, Added)
 
 
 def _make_by_cublas(

@@ -256,7 +256,7 @@ def _sum_in_node(
         return
     product = _OfRanks(Plain(w, None), x)
     instance, call = shard_sums(ways.inside, SCATTER, out.shape[0], product)
-    call(instance, (x,), product, bias, out)
+    call(instance, (x,), product, Added(bias), out)
 
 
 def _gather_in_node(

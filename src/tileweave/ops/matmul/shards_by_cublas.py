@@ -2,8 +2,7 @@
 the product before.
 
 ``kernels/reduce_scatter/sum_shards.py`` has the protocol. The counterpart of
-``cublas.multiply_shards``; for matmuls that are short beside their partial sums, as those of FP8
-operands are.
+``cublas.multiply_shards``. Chunks of ``all_reduce_in_chunks.py`` may be such reduce-scatters.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from tileweave.kernels.runtime.launch import Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import await_frozen_slot, copy_slot, endpoint
 from tileweave.ops.matmul.cublas import Product, Tensors
+from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.planning.schedules.gather import push_order
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import CALL, GATHER, Instance, Workspace
@@ -41,12 +41,13 @@ class ShardSums(NamedTuple):
         instance: Instance,
         x: Tensors,
         product: Product,
-        bias: torch.Tensor | None,
+        added: Added,
         out: torch.Tensor,
+        mirror: torch.Tensor | None = None,
         checksum: int = 0,
     ) -> None:
-        """Store the sum, plus bias, in ``out``. x: its parts, for the rows of all ranks in turn;
-        ``product.rows_of`` takes those of one."""
+        """Store the sum, plus bias and residual, in ``out``, and in ``mirror`` if given. x: its
+        parts, for the rows of all ranks in turn; ``product.rows_of`` takes those of one."""
         transport, rank, rows = instance.transport, instance.transport.rank, out.shape[0]
         capturing = instance.begin(checksum)
         slot = copy_slot(instance)
@@ -62,7 +63,7 @@ class ShardSums(NamedTuple):
                 product(product.rows_of(x, owner * rows, rows), staged[at])
                 transport.push(copies, staging.data_ptr(), QUEUE, None, capturing)
             product(product.rows_of(x, rank * rows, rows), staged[-1])
-            self.launch(self.slots[slot], staged[-1], bias, out)
+            self.launch(self.slots[slot], staged[-1], added.bias, added.residual, out, mirror)
             instance.calls += 1
             CALL.posted = False  # the call has been made
         finally:
