@@ -26,7 +26,8 @@ from tileweave.launcher import (
     launch,
 )
 
-HIDDEN, ROWS_PER_RANK, WIDTH_PER_RANK = 64, 64, 48
+# hidden size, and rows and width of a rank; on GPUs enough to be cut into chunks
+SIZES = {"cpu": (64, 64, 48), "cuda": (4096, 2048, 8192)}
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative, of the largest element
 
 
@@ -37,11 +38,12 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 def mlp(member: Member) -> list[str]:
     rank, size = member.rank, member.world_size
+    hidden_size, rows, width = SIZES[member.device.type]
     dtype = torch.bfloat16 if member.on_gpu else torch.float32
     whole = [
-        draw(size * ROWS_PER_RANK, HIDDEN, seed=0),
-        draw(size * WIDTH_PER_RANK, HIDDEN, seed=1) / HIDDEN**0.5,
-        draw(HIDDEN, size * WIDTH_PER_RANK, seed=2) / (size * WIDTH_PER_RANK) ** 0.5,
+        draw(size * rows, hidden_size, seed=0),
+        draw(size * width, hidden_size, seed=1) / hidden_size**0.5,
+        draw(hidden_size, size * width, seed=2) / (size * width) ** 0.5,
     ]
     whole = [each.to(member.device, dtype).requires_grad_() for each in whole]
     parts = [each.detach().chunk(size, at)[rank] for each, at in zip(whole, (0, 0, 1), strict=True)]
@@ -52,7 +54,7 @@ def mlp(member: Member) -> list[str]:
     expected = torch.relu(whole[0] @ whole[1].t()) @ whole[2].t()
     expected.square().sum().backward()
 
-    hidden = x.new_empty(size * ROWS_PER_RANK, WIDTH_PER_RANK)
+    hidden = x.new_empty(size * rows, width)
     calls = {"all_gather_matmul": (x, w1), "matmul_reduce_scatter": (hidden, w2)}
     said = [f"{op}: {tw.explain(op, *operands).summary}" for op, operands in calls.items()]
     found = {

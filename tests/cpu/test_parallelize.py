@@ -393,7 +393,7 @@ def refused(me: Member) -> list[str]:
 
 
 NAMED = (
-    "layers.1.mlp.up_proj, a Quantised",
+    "layers.1.mlp.up_proj, a tests.cpu.test_parallelize.Quantised",
     "layers.0.mlp.gate_proj: out_features=25",
     "layers.0.self_attn.k_proj: 4 features",
     "layers.0.mlp.sub_norm",

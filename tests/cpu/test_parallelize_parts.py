@@ -73,6 +73,34 @@ class Counted(Attention):
         return self.o_proj(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
 
 
+class Gated(Attention):
+    """A fourth layer takes the input, as in Qwen3-Next."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4, 4, 4)
+        self.gate_proj = nn.Linear(16, 16)
+        del self.q_norm
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        shape, layers = hidden_states.shape[:2], (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (layer(hidden_states).reshape(*shape, -1, 4).transpose(1, 2) for layer in layers)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+        # with rows gathered twice there would be as many numbers, of other heads
+        gate = self.gate_proj(hidden_states).reshape(*shape, -1, 4)
+        return self.o_proj((y * gate.sigmoid()).flatten(2))
+
+
+class OtherUse(nn.Module):
+    """Uses the weight of a module in it without calling that module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.RMSNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.weight
+
+
 class OneModule(nn.Module):
     """An attention, and the layers of an MLP in the same module, as in OPT and BART."""
 
@@ -99,6 +127,8 @@ class Convolution(nn.Module):
 
 def changed(kind: str) -> Any:
     made: Any = model()
+    if kind == "gate":
+        made._tp_plan, made.config = GATED, SimpleNamespace()
     for layer in made.layers:
         if kind == "residual":
             layer.mlp = WithResidual(16, 24)
@@ -108,6 +138,10 @@ def changed(kind: str) -> Any:
             layer.mlp = Scaled()
         if kind in ("heads", "own heads"):
             layer.self_attn = Counted()
+        if kind == "gate":
+            layer.self_attn = Gated()
+        if kind == "use of a child":
+            layer.mlp = nn.Sequential(OtherUse(), layer.mlp)
         if kind == "convolution":
             layer.mlp = nn.Sequential(Convolution(), layer.mlp)
         if kind == "batch norm":
@@ -124,6 +158,12 @@ def changed(kind: str) -> Any:
     return made
 
 
+GATED = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v", "gate")},
+    "layers.*.self_attn.o_proj": "rowwise",
+    **{f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+    "layers.*.mlp.down_proj": "rowwise",
+}
 NAMED: dict[str, Any] = {
     **{f"layers.*.self_attn.{name}": "colwise" for name in ("query", "key", "value")},
     "layers.*.self_attn.mix": "rowwise",
@@ -147,7 +187,9 @@ def right(me: Member, kind: str, sequence: bool) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("kind", ["names", "own heads", "one module", "plan of the head"])
+@pytest.mark.parametrize(
+    "kind", ["names", "own heads", "one module", "plan of the head", "gate", "use of a child"]
+)
 def test_other_models(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)
 

@@ -33,6 +33,7 @@ from tests.explore.mutants import Mutant
 from tests.explore.mutants_chunks import MUTANTS as CHUNKS
 from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
+from tests.explore.mutants_embedding_over_nodes import MUTANTS as EMBEDDING_OVER_NODES
 from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
@@ -52,6 +53,7 @@ MUTANTS = (
     *NODES,
     *OVER_NODES,
     *EXPERTS_OVER_NODES,
+    *EMBEDDING_OVER_NODES,
     *CHUNKS,
     *SCALED,
 )

@@ -173,7 +173,7 @@ def refused(me: Member) -> list[str]:
 
 def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
     named = (
-        "transformer.h.0.mlp.c_fc, a Conv1D",
+        "transformer.h.0.mlp.c_fc, a transformers.pytorch_utils.Conv1D",
         "transformer.h.0.self_attention.query_key_value, which computes",
         "transformer.h.0.self_attention.query_key_value, which computes",
         "model.layers.0.self_attn.qkv_proj: 8 features of k_proj",

@@ -1,10 +1,12 @@
-"""Plans of matmul operators in groups that are on several nodes."""
+"""Plans of operators in groups that are on several nodes."""
 
 from __future__ import annotations
 
 import pytest
 
-from tileweave.planning.machine import Machine
+from tileweave.planning import topology
+from tileweave.planning.combine import plan_combine
+from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.matmul import (
     plan_all_gather_matmul,
     plan_matmul_all_reduce,
@@ -13,6 +15,8 @@ from tileweave.planning.matmul import (
 )
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.chunks import parts_by_weight
+from tileweave.planning.schedules.grouped import GroupedProblem, plan_dispatch
+from tileweave.planning.sharding import plan_embedding
 
 H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
 PLANNERS = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_reduce)
@@ -71,3 +75,22 @@ def test_parts_by_weight(rows: int, weights: tuple[int, ...]) -> None:
     assert len(parts) <= len(weights) and all(end > begin for begin, end in parts)
     if rows == 1024:
         assert all(begin % 128 == 0 for begin, _ in parts)
+
+
+@pytest.mark.parametrize(("ranks", "fused"), [(2, True), (4, False), (16, False)])
+def test_embeddings_on_gpus(ranks: int, fused: bool) -> None:
+    plan = plan_embedding(ranks, 512, 4.0, H100, False, nodes=2)
+    assert (plan.path == "fused") == fused and f"2 nodes x {ranks // 2}" in plan.reason
+    assert plan_embedding(ranks, 512, 4.0, CPU, True, nodes=2).path == "fused"
+
+
+@pytest.mark.parametrize("planner", [plan_dispatch, plan_combine])
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_experts_on_gpus(planner, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = GroupedProblem(ranks, 1024, 8, 8, 2048, 2048, 2, "bfloat16", 2)
+    plan = planner(sizes, H100, False)
+    said = "collectives send as much" if ranks == 2 else "has run with one rank"
+    assert plan.path == "unfused" and said in plan.reason
+    assert planner(sizes, CPU, True).path == "fused"
+    monkeypatch.setattr(topology, "TRY_ALL", True)
+    assert planner(sizes, H100, False).path == "fused"

@@ -167,8 +167,10 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     TOKENS: int
     COLS: int
+    SCALED: bool
     WARPS: int
     PARTITIONS: int
+    SHARERS: int = 1
 
 
 @triton.jit

@@ -108,32 +108,43 @@ class ModelRail:
         self._rank.host.learn(self._network.clock)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._swap(dict.fromkeys(self._far, x), dict(zip(self._ranks, out, strict=True)))
+        places = dict(zip(self._ranks, out, strict=True))
+        self._swap(dict.fromkeys(self._far, x), {rank: places[rank] for rank in self._far})
         out[self._ranks.index(self._rank.rank)].copy_(x)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
         given, places = (dict(zip(self._ranks, parts, strict=True)) for parts in (x, out))
+        del given[self._rank.rank], places[self._rank.rank]
         self._swap(given, places)
 
+    def all_to_all_parts(
+        self, out: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        given, places = (dict(enumerate(t.split(n))) for t, n in ((x, sent), (out, received)))
+        self._swap(
+            {rank: part for rank, part in given.items() if sent[rank]},
+            {rank: part for rank, part in places.items() if received[rank]},
+        )
+
     def all_reduce(self, x: torch.Tensor) -> None:
-        parts = {rank: torch.full_like(x, float("nan")) for rank in self._ranks}
+        parts = {rank: torch.full_like(x, float("nan")) for rank in self._far}
         self._swap(dict.fromkeys(self._far, x), parts)
-        parts[self._rank.rank].copy_(x)
+        parts[self._rank.rank] = x.clone()
         self._world.tasks.point()
-        x.copy_(torch.stack(list(parts.values())).float().sum(0))
+        x.copy_(torch.stack([parts[rank] for rank in self._ranks]).float().sum(0))
 
     def _swap(self, given: dict[int, torch.Tensor], places: dict[int, torch.Tensor]) -> None:
         """Send ``given``, by receiver; what arrives goes to ``places``, by sender."""
         point, me, tasks = self._world.tasks.point, self._rank.rank, self._world.tasks
-        for other in self._far:
+        for other, data in given.items():
             point()
-            self._sent[me, self._number, other] = _bytes_of(given[other])
+            self._sent[me, self._number, other] = _bytes_of(data)
             tasks.unblock(self._world.ranks[other].engines[-1])
-        for other in self._far:
+        for other, place in places.items():
             key = other, self._number, me
             while key not in self._sent:
                 tasks.block()
-            data, place = self._sent.pop(key), places[other]
+            data = self._sent.pop(key)
             fits = place.is_contiguous() and place.numel() * place.element_size() == len(data)
             assert fits, f"{len(data)} bytes into {tuple(place.shape)}"
             step = max(len(data) // PIECES, 1)

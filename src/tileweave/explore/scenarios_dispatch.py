@@ -125,6 +125,35 @@ class Dispatch:
         yield from _ends(world, rank, self.op, drawn)
 
 
+@dataclass(frozen=True)
+class ScaledDispatch(Dispatch):
+    """The same with FP8 operands, whose tokens travel packed. Scales are powers of two and differ
+    between tokens, so that a scale that is not its token's is noticed."""
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
+        from tileweave.ops.experts.scaled import FP8, packed
+
+        most = self.tokens[(number + drawn.order) % len(self.tokens)]
+        seed = (number + drawn.order) % POOL
+        x, experts, plan, plain = operands(
+            most, self.topk, self.experts, self.sizes, world.size, rank, seed
+        )
+        token = torch.arange(world.size * most) + seed
+        scales = 2.0 ** (token % 5)
+        mine = scales[rank * most :][: x.shape[0], None]
+        want = plain * scales[plan.row_entry[: len(plain)].long() // self.topk, None]
+        world.know(rank, "plan", plan.table)
+        y = unwritten(torch.empty(plan.bound, self.sizes[0]))
+        tokens, weights = packed(x.to(FP8), mine), experts.to(FP8)
+        ones = torch.ones(self.experts, 1, 1)
+        group = world.ranks[rank].group
+        run_fused(tokens, weights, plan, y, group, self.config, w_scale=ones)
+        yield "y", y[: len(want)], want
+
+
 @lru_cache(maxsize=4096)
 def _ids(most: int, topk: int, experts: int, size: int, seed: int) -> torch.Tensor:
     """The ids of all ranks, [R, most, k]."""
@@ -169,5 +198,8 @@ DISPATCH = (
     Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
+    ),
+    ScaledDispatch(
+        "packed FP8", replace(_CUT, tile_n=128, tile_k=128), (3, 4), sizes=(16, 16), programs=(2, 3)
     ),
 )

@@ -54,10 +54,10 @@ class EmbeddingBag:
         seed = (number + drawn.order) % POOL
         weights, mean = None, self.ragged and seed % 2 == 1
         if self.ragged:
-            *operands, want = _ragged(batch, self.tables, world.size, rank, seed)
+            *operands, want = draw_ragged(batch, self.tables, world.size, rank, seed)
             tables, indices, offsets, weights = operands
         else:
-            tables, indices, offsets, want = _bags(batch, self.tables, world.size, rank, seed)
+            tables, indices, offsets, want = draw_bags(batch, self.tables, world.size, rank, seed)
         for table in tables:
             world.know(rank, "table", table)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
@@ -89,7 +89,7 @@ class EmbeddingBag:
 
 
 @lru_cache(maxsize=4096)
-def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
+def draw_bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
     """This rank's tables, indices and offsets of the global batch, and its rows of the result."""
     all_tables = [
         [whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)]
@@ -109,7 +109,7 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 
 
 @lru_cache(maxsize=4096)
-def _ragged(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
+def draw_ragged(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
     """This rank's tables, indices, offsets and weights, and its rows of the result."""
     columns, mine = [], ()
     for r in range(size):
@@ -157,7 +157,7 @@ class TableGradient:
         batch = self.samples * (1 if self.first_only else world.size)
         seed = (number + drawn.order) % POOL
         rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
-        tables, indices, offsets, _ = _bags(batch, self.tables, world.size, rank, seed)
+        tables, indices, offsets, _ = draw_bags(batch, self.tables, world.size, rank, seed)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
         grads = [
             whole_numbers((end - begin, layout.width), "gradient", r, seed)

@@ -1,5 +1,6 @@
-"""Operators over nodes: matmuls, where chunks travel while others are multiplied, and experts,
-where tokens cross once per node; 2 x 1, 3 x 1 and 2 x 2 ranks."""
+"""Operators over nodes: matmuls, where chunks travel while others are multiplied, experts, where
+tokens cross once per node, and embeddings, whose vectors cross in slices; 2 x 1, 3 x 1 and 2 x 2
+ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +25,39 @@ from tileweave.explore.scenarios import (
     whole_numbers,
 )
 from tileweave.explore.scenarios_dispatch import operands as dispatch_operands
+from tileweave.explore.scenarios_embedding import BAG, DIM, draw_bags, draw_ragged
 from tileweave.explore.scenarios_experts import combine_operands
+from tileweave.explore.scenarios_local import near
 from tileweave.planning.combine import CombineConfig
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.grouped import DispatchConfig
+from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 
 AG = "all_gather_matmul"
 RS = "matmul_reduce_scatter"
 AR = "matmul_all_reduce"
+LOOKUP = "embedding_bag_all_to_all"
+
+
+class Spanning:
+    """What all scenarios over nodes have in common."""
+
+    over_nodes: ClassVar[bool] = True
+
+    @property
+    def resident(self) -> int:
+        return 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        world.workspace(rank).transport = spanning(world, rank)
+        world.barrier()
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from ()
 
 
 @dataclass(frozen=True)
-class OverNodes:
+class OverNodes(Spanning):
     """``shapes``: (rows, cols, K) of a rank, of an all-reduce for each rank of a node."""
 
     name: str
@@ -43,14 +65,8 @@ class OverNodes:
     shapes: tuple[tuple[int, int, int], ...]
     chunks: int
     gathered: bool = False
-    over_nodes: bool = True
     programs: tuple[int, ...] = (1, 2)
-    resident: int = 1
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS[:1]  # sums of other dtypes are rounded twice
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        world.workspace(rank).transport = spanning(world, rank)
-        world.barrier()
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -95,12 +111,9 @@ class OverNodes:
             )
         yield "out", out, want
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from ()
-
 
 @dataclass(frozen=True)
-class ExpertsOverNodes:
+class ExpertsOverNodes(Spanning):
     """A dispatch, or a combine, of tokens that cross once per node. ``tokens``: of rank 0, used in
     turn; other ranks have fewer."""
 
@@ -109,13 +122,7 @@ class ExpertsOverNodes:
     tokens: tuple[int, ...]
     topk: int = 2
     sizes: tuple[int, int] = (16, 8)
-    over_nodes: bool = True
     programs: tuple[int, ...] = (2,)
-    resident: int = 1
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        world.workspace(rank).transport = spanning(world, rank)
-        world.barrier()
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -153,15 +160,92 @@ class ExpertsOverNodes:
         over_nodes.combine(self.op, y, experts, plan, weights, out, way)
         yield "z", out, want
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from ()
+
+@dataclass(frozen=True)
+class EmbeddingOverNodes(Spanning):
+    """Lookups of which each table crosses in a slice of its own. ``batches``: samples of all ranks,
+    used in turn. ``tables``: per rank."""
+
+    name: str
+    batches: tuple[int, ...]
+    tables: int = 2
+    op: str = LOOKUP
+    programs: tuple[int, ...] = (1, 2)
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.embedding import over_nodes
+        from tileweave.ops.embedding.inputs import Call
+
+        at = number + drawn.order
+        batch, seed, size = self.batches[at % len(self.batches)], at % POOL, world.size
+        *operands, want = draw_ragged(batch, self.tables, size, rank, seed)
+        tables, indices, offsets, weights = operands
+        for table in tables:
+            world.know(rank, "table", table)
+        layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * size)
+        mean, group = seed % 2 == 1, world.ranks[rank].group
+        call = Call(tables, indices, offsets, weights, layout, batch, mean, torch.float32, group)
+        got = over_nodes.run(call, replace(_CUT, nodes=world.topology.nodes), None, 1, least=1)
+        ranks = world.topology.near(rank)
+        begin, end = (DIM * self.tables * r for r in (ranks[0], ranks[-1] + 1))
+        for row in got:  # where torch copies what has crossed
+            world.wrote(rank, row[:begin])
+            world.wrote(rank, row[end:])
+        yield near("result", got, want) if mean else ("result", got, want)
+
+
+@dataclass(frozen=True)
+class GradientOverNodes(Spanning):
+    """Backward with SGD steps in place, of tables whose gradients cross in a slice each."""
+
+    name: str
+    batches: tuple[int, ...]
+    tables: int = 2
+    op: str = f"{LOOKUP}_backward"
+    programs: tuple[int, ...] = (1, 2)
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.embedding import gradient_over_nodes
+        from tileweave.ops.embedding.inputs import Call
+        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+
+        at = number + drawn.order
+        batch, seed, size = self.batches[at % len(self.batches)], at % POOL, world.size
+        before, indices, offsets, _ = draw_bags(batch, self.tables, size, rank, seed)
+        layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * size)
+        whole = whole_numbers((batch, layout.width), "gradient", seed)
+        grad, rate = whole[slice(*rows_of(batch, size, rank))].clone(), torch.ones(1)
+        tables = [table.clone() for table in before]
+        lookups = Lookups(indices, offsets, None, batch, False)
+        ordered = sort_lookups(tables, lookups, False)
+        group = world.ranks[rank].group
+        call = Call(tables, indices, offsets, None, layout, batch, False, grad.dtype, group)
+        known = (("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags))
+        for name, tensor in (*known, *(("table", table) for table in tables)):
+            world.know(rank, name, tensor)
+        with gradient_over_nodes.arriving(grad, call, least=1) as (mine, parts):
+            world.know(rank, "gradient", mine)
+            table_gradients(mine, tables, lookups, ordered, 1.0, "sgd", (), rate, parts=parts)
+        chosen = indices.view(self.tables, batch, BAG)
+        for t, (table, old) in enumerate(zip(tables, before, strict=True)):
+            column = layout.columns[rank][t]
+            mine = whole[:, column : column + DIM].repeat_interleave(BAG, 0)
+            yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
 
 
 DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 _DISPATCH = DispatchConfig("triton", 16, 16, 8, 1, 4, 2, 1, 2, 2)
 _COMBINE = CombineConfig("triton", 16, 8, 8, 1, 4, 1, 2, 2, 2, 8, 1, 1)
 
+_CUT = EmbeddingConfig(4, 2, 1, 1, 1)
+
 SCENARIOS = (
+    EmbeddingOverNodes("over nodes", (6, 5)),
+    GradientOverNodes("over nodes", (5, 3)),
     ExpertsOverNodes("over nodes", DISPATCH, (3, 2)),
     ExpertsOverNodes("over nodes", COMBINE, (3, 2)),
     OverNodes("over nodes", AG, ((5, 8, 16), (2, 16, 8)), 3),

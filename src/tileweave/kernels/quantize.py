@@ -4,6 +4,8 @@
     data   [rows, K]      x / scale, rounded to the nearest number of FP8, ties to even
     scale  [rows], or [K/128, rows] of blocks     max |x| / 448 over the elements that share it
 
+Or both in one row, as tokens of experts travel: data, then the scales of its blocks (``Pitch``).
+
 Saturation: quotients are clamped to +-448 before they are rounded, so that no number becomes NaN.
 Where max |x| is below ``LEAST``, the scale is ``LEAST`` / 448, so that a row of zeros stays zeros.
 NaN or an infinity makes the scale NaN or infinite, and NaN of products with that row or block.
@@ -14,7 +16,7 @@ One program per row: a row is read once, before any of it is sent. Sends nothing
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,12 +74,23 @@ def quantized(values, greatest, POWERS: tl.constexpr = False):
     return to_fp8(tl.where(quotient < -GREATEST, -GREATEST, quotient)), scale
 
 
-@triton.jit(do_not_specialize=["rows"])
+class Pitch(NamedTuple):
+    """Bytes from a row of data to the next; elements from the scale of a row to that of the next,
+    and from that of a block."""
+
+    data: int
+    scale_row: int
+    scale_block: int
+
+
+@triton.jit(do_not_specialize=["scale_row", "scale_block"])
 def quantize_kernel(
     x,
     data,
     scale,
-    rows,
+    pitch,
+    scale_row,
+    scale_block,
     depth,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,13 +100,15 @@ def quantize_kernel(
     ``GROUP`` elements."""
     row = tl.program_id(0)
     begin = row.to(tl.int64) * depth
+    data += row.to(tl.int64) * pitch
+    scale += row.to(tl.int64) * scale_row
     lane = tl.arange(0, BLOCK)
     if GROUP == BLOCK:
         values = tl.load(x + begin + lane, mask=lane < depth, other=0.0).to(tl.float32)
         values = tl.reshape(values, (1, BLOCK))
         bits, one = quantized(values, greatest_of(values), POWERS)
-        tl.store(data + begin + lane, tl.reshape(bits, (BLOCK,)), mask=lane < depth)
-        tl.store(scale + row + tl.arange(0, 1), one)
+        tl.store(data + lane, tl.reshape(bits, (BLOCK,)), mask=lane < depth)
+        tl.store(scale + tl.arange(0, 1), one)
     else:
         count: tl.constexpr = BLOCK // GROUP
         for first in range(0, depth, BLOCK):
@@ -101,18 +116,22 @@ def quantize_kernel(
             values = tl.load(x + begin + at, mask=at < depth, other=0.0).to(tl.float32)
             values = tl.reshape(values, (count, GROUP))
             bits, each = quantized(values, greatest_of(values), POWERS)
-            tl.store(data + begin + at, tl.reshape(bits, (BLOCK,)), mask=at < depth)
+            tl.store(data + at, tl.reshape(bits, (BLOCK,)), mask=at < depth)
             group = first // GROUP + tl.arange(0, count)
-            place = group.to(tl.int64) * rows + row
+            place = group.to(tl.int64) * scale_block
             tl.store(scale + place, each, mask=group * GROUP < depth)
 
 
-def quantize_launcher(rows: int, depth: int, in_blocks: bool, powers: bool = False) -> Launcher:
-    """Launches for x [rows, depth], called with x, data as uint8, and the scales, all contiguous.
+def quantize_launcher(
+    rows: int, depth: int, in_blocks: bool, powers: bool = False, pitch: Pitch | None = None
+) -> Launcher:
+    """Launches for x [rows, depth], contiguous, called with x, data as uint8, and the scales.
 
     in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
     powers : scales are powers of two.
+    pitch : of data and scales; None: they are contiguous.
     """
+    pitch = pitch or Pitch(depth, 1, rows)
     block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
 
     def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> Call:
@@ -124,7 +143,9 @@ def quantize_launcher(rows: int, depth: int, in_blocks: bool, powers: bool = Fal
         return Call((x.dtype, *(word % 16 == 0 for word in words)), words, changing)
 
     fixed = {
-        "rows": rows,
+        "pitch": pitch.data,
+        "scale_row": pitch.scale_row,
+        "scale_block": pitch.scale_block,
         "depth": depth,
         "BLOCK": block,
         "GROUP": GROUP if in_blocks else block,

@@ -86,6 +86,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
     # Which dimension of weight and bias is sharded; None: replicated.
     dims: ClassVar[tuple[int, int | None]]
     fp8: str | None = None  # the recipe of FP8 training
+    path: str = ""  # in the model, for errors
 
     def __init__(
         self,
@@ -400,12 +401,22 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
+        if x.shape[-1] != w.shape[1]:
+            self._refuse(x)
         if not self.scatter:
             y = matmul_all_reduce(x, w, bias, group=self.group_name, quantize=self.fp8)
             assert isinstance(y, torch.Tensor), "without a norm there is one result"
             return y
         return matmul_reduce_scatter(
             x, w, bias, group=self.group_name, scatter_dim=self.dim, quantize=self.fp8
+        )
+
+    def _refuse(self, x: torch.Tensor) -> None:
+        raise InputError(
+            f"asked: {self.path or type(self).__name__} of x {tuple(x.shape)}; allowed: this "
+            f"rank's {self.in_features // self.world_size} of {self.in_features} features, as "
+            "column-parallel layers make them; remedy: shard the layers before this one, too "
+            '("colwise"), or leave this one whole'
         )
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tileweave.nn.made_classes import make_class
 from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local, mesh_of
 from tileweave.ops.core.registry import Group, name_of
 from tileweave.ops.core.replicated import copy_to_group
@@ -48,6 +49,7 @@ def replicate(module: nn.Module, *, group: Group | None = None, sums: bool) -> n
     parameter = next(module.parameters(), None)
     if parameter is not None:
         make_replicated(module, mesh_of(group, parameter.device), sums)
+        plain_in_parents(module)
     return module
 
 
@@ -90,7 +92,33 @@ def make_replicated(
             part._parameters[name] = known[old]
         if names:
             part.__class__ = _class_of(type(part), tuple(names))
-            part._sums_over, part._in_forward = name_of(mesh) if sums else "", False  # type: ignore
+            part._sums_over, part._in_forward = name_of(mesh) if sums else "", 0  # type: ignore
+
+
+def plain_in_parents(module: nn.Module) -> None:
+    """Let modules in ``module`` use replicated parameters of their children, as in ``linear(x,
+    self.embed.weight)``: those are plain tensors while the forward of the parent runs, too."""
+    for part in module.modules():
+        children = [child for child in part.children() if hasattr(child, "_sums_over")]
+        if children:
+            plain = _PlainChildren(children)
+            part.register_forward_pre_hook(plain.before)
+            part.register_forward_hook(plain.after, always_call=True)
+
+
+class _PlainChildren:
+    """The hooks of a module. A copy of the module has its own, with the copied children."""
+
+    def __init__(self, children: list[Any]) -> None:
+        self.children = children
+
+    def before(self, *_: Any) -> None:
+        for child in self.children:
+            child._in_forward += 1
+
+    def after(self, *_: Any) -> None:
+        for child in self.children:
+            child._in_forward -= 1
 
 
 @cache
@@ -98,15 +126,15 @@ def _class_of(cls: Any, names: tuple[str, ...]) -> type:
     """The subclass of ``cls`` whose parameters of these names are plain tensors in forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self._in_forward = self._in_forward, True
+        self._in_forward += 1
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
-            self._in_forward = before
+            self._in_forward -= 1
 
     properties = {name: property(_getter(name)) for name in names}
-    members = {**properties, "forward": forward, "__module__": cls.__module__}
-    return type(cls.__name__, (ShardedModule, cls), members)
+    members = {**properties, "forward": forward}
+    return make_class(cls, ShardedModule, members, _class_of, names)
 
 
 def _getter(name: str) -> Any:

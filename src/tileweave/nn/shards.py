@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tileweave.nn.loss_scaling import share_overflow
 from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def sharded(
     """
     from torch.distributed.tensor import DTensor
 
+    share_overflow()
     whole: dict[str, Any] = {}
     if shape is not None:
         strides = torch.empty(shape, device="meta").stride()
@@ -68,6 +70,7 @@ def distributed(
     """
     from torch.distributed.tensor import distribute_tensor
 
+    share_overflow()
     # a copy: the shard must not keep the storage of the whole tensor
     part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=source).clone()
     return nn.Parameter(part, requires_grad=whole.requires_grad)

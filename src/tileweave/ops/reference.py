@@ -28,6 +28,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows
 from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
@@ -430,6 +431,20 @@ def grouped_matmul(
     return out
 
 
+def grouped_scaled_matmul(
+    rows: ScaledRows, experts: ScaledExperts, offsets: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """As :func:`grouped_matmul`, of FP8 operands: products in fp32 of the numbers that they
+    represent, rounded once to ``dtype``."""
+    out = torch.zeros(
+        rows.data.shape[0], experts.data.shape[1], dtype=dtype, device=rows.data.device
+    )
+    for expert, (begin, end) in enumerate(pairwise(_on_host(offsets))):
+        given = ScaledRows(rows.data[begin:end], rows.scale[begin:end])
+        out[begin:end] = given.value() @ experts.value(expert).t()
+    return out
+
+
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over the rows of each expert.
 
@@ -501,8 +516,18 @@ def grouped_matmul_combine(
     Every rank sends a partial sum for every token, also zeros, so sizes are known without waiting
     for the device.
     """
+    return combine_products(grouped_matmul(y, experts, plan.offsets), plan, weights, group)
+
+
+def combine_products(
+    products: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """:func:`grouped_matmul_combine` of rows that are multiplied already, [bound, H]."""
     everyone = None if weights is None else gather_weights(weights, plan, group)
-    partial = sums_of_tokens(y, experts, plan, everyone)
+    partial = sums_of_products(products, plan, everyone)
     return collectives.reduce_scatter(partial, group)[: plan.tokens].clone()
 
 
@@ -511,17 +536,23 @@ def sums_of_tokens(
 ) -> torch.Tensor:
     """The weighted sum of each token over this rank's experts, [R * max_tokens, H]: added in fp32
     in order of j, and rounded. ``everyone``: weights of all entries."""
-    products = grouped_matmul(y, experts, plan.offsets)
+    return sums_of_products(grouped_matmul(y, experts, plan.offsets), plan, everyone)
+
+
+def sums_of_products(
+    products: torch.Tensor, plan: RoutingPlan, everyone: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`sums_of_tokens` of rows that are multiplied already, [bound, H]."""
     rows = plan.entry_row.view(-1, plan.topk)
     factors = None if everyone is None else everyone.view(-1, plan.topk)
-    partial = torch.zeros(rows.shape[0], experts.shape[1], dtype=torch.float32, device=y.device)
+    partial = products.new_zeros(rows.shape[0], products.shape[1], dtype=torch.float32)
     for j in range(plan.topk):
         here = (rows[:, j] >= 0)[:, None]
         value = products[rows[:, j].clamp(min=0).long()].float()
         value = value if factors is None else value * factors[:, j, None]
         # after the product: a choice without an expert adds 0, whatever its weight
         partial += torch.where(here, value, 0.0)
-    return partial.to(y.dtype)
+    return partial.to(products.dtype)
 
 
 def dispatch_grouped_matmul(

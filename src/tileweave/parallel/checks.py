@@ -50,14 +50,7 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
         if isinstance(style, Colwise) and style.parts is not None:
             check_parts(path, module, style.parts, size)
         for features in kinds:
-            require(
-                type(module) is nn.Linear,
-                f"{path}, a {type(module).__name__}",
-                "torch.nn.Linear itself: a subclass may compute something else, as quantised ones "
-                "do",
-                "parallelize before that module is replaced, put an nn.Linear with the same result "
-                "in its place, or pass a plan without it",
-            )
+            check_plain(path, module)
             require(
                 uses[module.weight] == 1,
                 f"{path}, whose weight another module has, too",
@@ -72,6 +65,30 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
             )
 
 
+def check_plain(path: str, module: Any) -> None:
+    """Raise :class:`InputError` unless ``module`` is a plain ``nn.Linear``."""
+    require(
+        not isinstance(module, ParallelLinear),
+        f"{path}, which is sharded already",
+        "a model that is not sharded",
+        "call tileweave.parallelize once, or pass a plan without it",
+    )
+    require(
+        type(module) is nn.Linear,
+        f"{path}, a {class_path(module)}",
+        "torch.nn.Linear itself: a subclass may compute something else, as quantised ones do",
+        "parallelize before that module is replaced, put an nn.Linear with the same result in its "
+        "place, or pass a plan without it",
+    )
+    require(
+        isinstance(module._parameters.get("weight"), nn.Parameter),
+        f"{path}, whose weight is computed from other parameters (weight_norm, spectral_norm, "
+        "pruning)",
+        "a weight that is a parameter",
+        "remove that first, as with torch.nn.utils.remove_weight_norm, or pass a plan without it",
+    )
+
+
 def check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
     """Raise :class:`InputError` for a layer of several projections that cannot be split."""
     module: Any = model.get_submodule(layer.path)
@@ -79,12 +96,12 @@ def check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
     uses = uses_of(model)
     for path in paths:
         linear: Any = model.get_submodule(path)
+        check_plain(path, linear)
         require(
-            type(linear) is nn.Linear and uses[linear.weight] == 1,
-            f"{path}, a {type(linear).__name__}",
-            "torch.nn.Linear itself, with a weight of its own",
-            "parallelize before that module is replaced, put an nn.Linear with the same result in "
-            "its place, or pass a plan without it",
+            uses[linear.weight] == 1,
+            f"{path}, whose weight another module has, too",
+            "a weight of its own",
+            "pass a plan without it",
         )
     head = getattr(module, "head_dim", 1)
     check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)

@@ -7,7 +7,7 @@ Face transformers.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -189,7 +189,8 @@ def matched(model: nn.Module, plan: dict[str, Any], strict: bool = True) -> dict
 
 def blocks_of(styles: dict[str, Any]) -> list[Block]:
     """The modules of ``styles`` that have colwise layers and a rowwise one: of known names, or one
-    rowwise layer at the end of all."""
+    rowwise layer at the end of all. In the sequence-parallel form the input of such a module is
+    gathered once, for all of its colwise layers."""
     children: dict[str, dict[str, str]] = {}
     for path, style in styles.items():
         parent, _, name = path.rpartition(".")
@@ -198,12 +199,17 @@ def blocks_of(styles: dict[str, Any]) -> list[Block]:
     found = []
     for parent in sorted(children):
         left = children[parent]
+        blocks = []
         for columns, row in NAMES:
             wanted = {**dict.fromkeys(columns, COLUMN), row: ROW}
             if all(left.get(name) == style for name, style in wanted.items()):
-                found.append(Block(parent, columns, row))
+                blocks.append(Block(parent, columns, row))
                 left = {name: style for name, style in left.items() if name not in wanted}
         rows = [name for name, style in left.items() if style == ROW]
-        if len(rows) == 1 and len(left) > 1:
-            found.append(Block(parent, tuple(name for name in left if name not in rows), rows[0]))
+        others = tuple(name for name in left if name not in rows)
+        if len(rows) == 1 and others:
+            blocks.append(Block(parent, others, rows[0]))
+        elif len(blocks) == 1 and others and not rows:  # such as the gate of an attention
+            blocks = [replace(blocks[0], columns=(*blocks[0].columns, *others))]
+        found += blocks
     return found

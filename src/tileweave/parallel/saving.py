@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tileweave.nn.made_classes import make_class
 from tileweave.nn.shards import is_dtensor
 
 
@@ -54,7 +55,7 @@ class SavesWhole:
 
 @cache
 def _class_of(cls: type) -> type:
-    return type(cls.__name__, (SavesWhole, cls), {"__module__": cls.__module__})
+    return make_class(cls, SavesWhole, {}, _class_of)
 
 
 def _whole_state(model: Any) -> tuple[dict[str, Any], list[Any]]:

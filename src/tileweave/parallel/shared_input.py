@@ -32,7 +32,6 @@ class SharedColumn(ColumnParallelLinear):
     """
 
     given: tuple[torch.Tensor, torch.Tensor] | None
-    path: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.given is None:
@@ -66,22 +65,19 @@ class SharedColumn(ColumnParallelLinear):
         return local(self.weight), local(self.bias)
 
 
-def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-    """Let the column-parallel layers of these names share the input of ``module``."""
-    layers: list[SharedColumn] = []
-    for name in names:
-        layer: Any = module.get_submodule(name)
-        layer.__class__ = SharedColumn
-        layer.given, layer.path = None, f"{path}.{name}" if path else name
-        layer.train_in_fp8(layer.fp8)
-        layers.append(layer)
-    first = layers[0]
+class _SharedInput:
+    """The hooks of a module whose column-parallel layers share its input. A copy of the module has
+    its own, with the copied layers."""
+
+    def __init__(self, path: str, layers: list[SharedColumn]) -> None:
+        self.path, self.layers = path, layers
 
     def before(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = _input_of(path, args, kwargs)
+        key, layers = _input_of(self.path, args, kwargs), self.layers
         x = args[key] if isinstance(key, int) else kwargs[key]
+        first = layers[0]
         if first.gather:
             cast = under_autocast(x, *(part for layer in layers for part in layer._parts()))
             instead, x = all_gather_matmul(
@@ -100,12 +96,23 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
             return (*args[:key], x, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: x}
 
-    def after(*_: Any) -> None:
-        for layer in layers:
+    def after(self, *_: Any) -> None:
+        for layer in self.layers:
             layer.given = None
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+
+def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+    """Let the column-parallel layers of these names share the input of ``module``."""
+    layers: list[SharedColumn] = []
+    for name in names:
+        layer: Any = module.get_submodule(name)
+        layer.__class__ = SharedColumn
+        layer.given = None
+        layer.train_in_fp8(layer.fp8)
+        layers.append(layer)
+    shared = _SharedInput(path, layers)
+    module.register_forward_pre_hook(shared.before, with_kwargs=True)
+    module.register_forward_hook(shared.after, always_call=True)
 
 
 def _input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.errors import require
-from tileweave.nn.replicated import make_replicated
+from tileweave.nn.linear import ParallelLinear
+from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
@@ -141,6 +143,9 @@ def parallelize(
         made = _style(style, at)
         made.src_data_rank = src_data_rank
         _replace(model, path, made._apply(model.get_submodule(path), over))
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            module.path = path
     for block in blocks:
         if block.shares:
             share_input(model.get_submodule(block.path), block.path, block.columns)
@@ -153,6 +158,7 @@ def parallelize(
             if child in OWN_HEADS:
                 make_replicated(part, over, True, known, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
+    plain_in_parents(model)
     save_whole(model)
     return model
 
@@ -241,20 +247,27 @@ def _own_rows(
     if not outer:
         return [model]
     for blocks in outer:
-
-        def begin(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if args:
-                return (own_part(args[0], dim, group_name), *args[1:]), kwargs
-            key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-            return args, {**kwargs, key: own_part(kwargs[key], dim, group_name)}
-
-        def end(module: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
-            if isinstance(y, torch.Tensor):
-                return gather_parts(y, dim, group_name)
-            return (gather_parts(y[0], dim, group_name), *y[1:])
-
+        begin, end = (partial(f, dim=dim, group_name=group_name) for f in (_begin, _end))
         blocks[0][1].register_forward_pre_hook(begin, with_kwargs=True)
         blocks[-1][1].register_forward_hook(end)
     return [block for blocks in outer for _, block in blocks]
+
+
+def _begin(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dim: int,
+    group_name: str,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (own_part(args[0], dim, group_name), *args[1:]), kwargs
+    key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, key: own_part(kwargs[key], dim, group_name)}
+
+
+def _end(module: nn.Module, args: tuple[Any, ...], y: Any, *, dim: int, group_name: str) -> Any:
+    if isinstance(y, torch.Tensor):
+        return gather_parts(y, dim, group_name)
+    return (gather_parts(y[0], dim, group_name), *y[1:])

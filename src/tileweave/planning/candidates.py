@@ -64,7 +64,7 @@ _REDUCE = (
     _launch(128, 4),
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
-    *(replace(_PER_SHARD, row_chunks=chunks) for chunks in (1, 2, 4)),
+    *(replace(_PER_SHARD, row_chunks=chunks) for chunks in (1, 2)),
     *(
         replace(_uncut(_WIDE, slices), row_chunks=chunks)
         for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))

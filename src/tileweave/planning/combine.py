@@ -62,7 +62,7 @@ class CombineConfig:
 
 def partial_bytes(p: GroupedProblem) -> int:
     """Bytes of the peers' partial sums in a slot, rounded up to a multiple of 16."""
-    return cdiv((p.world_size - 1) * p.max_tokens * p.cols * p.itemsize, 16) * 16
+    return cdiv((p.world_size - 1) * p.max_tokens * p.cols * p.out_itemsize, 16) * 16
 
 
 def slot_bytes(p: GroupedProblem) -> int:
@@ -100,6 +100,8 @@ def plan_combine(
     """The plan of a grouped_matmul_combine: what can run, then what is fastest. The same on all
     ranks."""
     s = shape
+    if s.fp8 and s.nodes > 1:
+        return Plan("unfused", f"{s.nodes} nodes: FP8 rows have no path between nodes")
     if s.nodes > 1:
         inside = plan_combine(s.in_node, machine, interpreting)
         return over_nodes(s, inside, _ALONE, machine, interpreting)
@@ -111,7 +113,8 @@ def plan_combine(
     if reason is not None:
         return Plan("unfused", reason)
     if machine.backend == "cpu":
-        config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
+        tile = (16, 128, 128) if s.fp8 else (16, 32, 64)
+        config = CombineConfig("triton", *tile, 1, 4, 2, 2, 2, 8, 32, 1, 1)
         return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows per expert", config)
     reason = why_no_kernel(s.dtype, machine)
     if reason is not None:
@@ -119,7 +122,7 @@ def plan_combine(
     config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows per expert if balanced"
     if config.kernel == "hopper" and s.topk > MAX_ROWS:
         config, reason = (
-            _PORTABLE,
+            SCALED_PORTABLE if s.fp8 else _PORTABLE,
             f"{reason}; the Hopper kernel counts at most {MAX_ROWS} rows per token, k = {s.topk}",
         )
     return Plan("fused", reason, config)
@@ -130,10 +133,15 @@ _ALONE = CombineConfig("library", 16, 32, 64, 1, 4)
 _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
 
 
+SCALED_PORTABLE = CombineConfig("triton", 64, 128, 128, 3, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
+
+
 def _config_of(s: GroupedProblem) -> CombineConfig:
     """Chosen by the average rows per expert. Few rows are bound by reading weights, many by the
     tensor cores (decisions 0029, 0030)."""
     rows = s.rows_per_expert
+    if s.fp8:
+        return CombineConfig("hopper", 128, 256, 128, 4, 4, 8, 4, 7, 16, 256)
     if rows <= 4:
         workers = 32 if rows <= 2 else 64
         return CombineConfig("triton", 16, 128, 128, 4, 4, 8, 4, 1, 1, 1024, workers, workers, 2)

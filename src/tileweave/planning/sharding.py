@@ -163,7 +163,7 @@ def plan_embedding(
         near = world_size // nodes
         inside = plan_embedding(near, row_bytes, pooling, machine, interpreting)
         where = f"{nodes} nodes x {near}"
-        if machine.backend != "cpu" and not topology.RAN_ON_GPUS:
+        if near > 1 and machine.backend != "cpu" and not topology.TRY_ALL:
             return Plan("unfused", f"{where}: {topology.NOT_ON_GPUS}")
         if inside.config is None:
             return Plan("unfused", f"{where}: {inside.reason}")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Expert and embedding operators over nodes ran on CPUs only. Until they have run on GPUs, they are
-# unfused there. Set it to True to try them.
-RAN_ON_GPUS = False
-NOT_ON_GPUS = "between nodes this operator has run on CPUs only"
+# On GPUs, expert and embedding operators over nodes ran with one rank on each node only. With more
+# they are unfused until they have run. Set it to True to try all that is unfused there.
+TRY_ALL = False
+NOT_ON_GPUS = "on GPUs this has run with one rank on each node only"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import ctypes
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class GlooRail:
         rank = dist.get_rank(group)
         self.ranks = topology.rail(rank)
         self._me = self.ranks.index(rank)
+        self._far = [other for other in self.ranks if other != rank]
         # as long as a kernel waits for data, so that an exchange ends when its call does
         self._seconds = timeout_seconds() * 9 / 8
         self._number, self._all = number, group
@@ -116,12 +118,8 @@ class GlooRail:
     def exchange(self, sending: Sending, given_up: Callable[[], bool]) -> None:
         """Send the chunks of a call, and announce those that arrive. Returns early if the call is
         given up, or a rank of the rail is in another call or gone."""
-        words = torch.zeros(len(self.ranks), 1, dtype=torch.int64)
-        mine = torch.tensor([sending.call])
-        if not self._done(self._begin(mine, list(words.unbind())), given_up):
-            return
-        told = {rank: int(word) for rank, word in zip(self.ranks, words, strict=True)}
-        if not sending.agrees({r: word for r, word in told.items() if r != self.ranks[self._me]}):
+        told = self._told(sending.call, given_up)
+        if told is None or not sending.agrees(told):
             return
         crossing, works = sending.crossing, []
         for (begin, end), targets in zip(crossing.chunks, crossing.targets, strict=True):
@@ -135,10 +133,16 @@ class GlooRail:
                 ctypes.memmove(word.target, word.source, word.nbytes)
 
     def agree(self, call: int) -> Mapping[int, int]:
+        began = time.monotonic()
+        told = self._told(call, lambda: False)
+        return self._refuse(began, self._far) if told is None else told
+
+    def _told(self, call: int, given_up: Callable[[], bool]) -> Mapping[int, int] | None:
+        """The numbers of the calls that the others are in, by rank; None if one does not come."""
         words = torch.zeros(len(self.ranks), 1, dtype=torch.int64)
-        self.all_gather(words, torch.tensor([call]))
-        told = {rank: int(word) for rank, word in zip(self.ranks, words, strict=True)}
-        return {rank: word for rank, word in told.items() if rank != self.ranks[self._me]}
+        if not self._done(self._begin(torch.tensor([call]), list(words.unbind())), given_up):
+            return None
+        return {rank: int(words[self.ranks.index(rank)]) for rank in self._far}
 
     def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
         transfer()
@@ -148,17 +152,22 @@ class GlooRail:
         pass
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        began = time.monotonic()
         mine = x.contiguous().view(-1).view(torch.uint8)  # gloo has no 2-byte floats
         places = out.view(len(self.ranks), -1).view(torch.uint8)
         if not self._done(self._begin(mine, list(places.unbind())), lambda: False):
-            far = [rank for at, rank in enumerate(self.ranks) if at != self._me]
-            raise self._timeout(far[0] if len(far) == 1 else -1)
+            self._refuse(began, self._far)
 
-    def _timeout(self, peer: int) -> PeerTimeout:
-        me = self.ranks[self._me]
-        return PeerTimeout(
-            "an exchange between nodes", me, peer, -1, 0, 0, self._seconds, "meeting"
-        )
+    def _refuse(self, began: float, far: list[int]) -> NoReturn:
+        """Raise that ``far`` did not come.
+
+        gloo tells at once that a process is gone. But then a rank of this node that calls later
+        would find a call that this rank gave up, and not why. So wait as long as for a late rank.
+        """
+        time.sleep(max(began + timeout_seconds() - time.monotonic(), 0.0))
+        me, peer = self.ranks[self._me], far[0] if len(far) == 1 else -1
+        what = "an exchange between nodes"
+        raise PeerTimeout(what, me, peer, -1, 0, 0, self._seconds, "meeting")
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
         far = [at for at in range(len(self.ranks)) if at != self._me]
@@ -181,7 +190,7 @@ class GlooRail:
         if self._whole is None:
             me, size = dist.get_rank(self._all), dist.get_world_size(self._all)
             self._whole = self._connect(f"all-{self._number}", me, size)
-        size = x.element_size()
+        size, began = x.element_size(), time.monotonic()
         work = self._whole.alltoall_base(  # type: ignore[attr-defined]
             out.view(torch.uint8),
             x.view(torch.uint8),
@@ -190,7 +199,7 @@ class GlooRail:
             dist.AllToAllOptions(),
         )
         if not self._done(work, lambda: False):
-            raise self._timeout(-1)
+            self._refuse(began, [])
 
     def _begin(self, mine: torch.Tensor, places: list[torch.Tensor]) -> dist.Work:
         return self._group.allgather([places], [mine])  # type: ignore[attr-defined]

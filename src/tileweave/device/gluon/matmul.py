@@ -55,9 +55,11 @@ def make_ring(
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
     ARRIVALS: gl.constexpr = 1,
+    READERS: gl.constexpr = 1,
 ):
     """Shared memory of a :class:`Ring`. ``ARRIVALS``: how many arrivals at ``ready[i]`` fill buffer
-    i. ``b_desc``: of two dimensions, or of parts (:func:`load_part`)."""
+    i. ``READERS``: partitions that read a buffer, and arrive at ``empty[i]``. ``b_desc``: of two
+    dimensions, or of parts (:func:`load_part`)."""
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
     b_tile: gl.constexpr = matrix(b_desc.block_type.shape)
@@ -66,7 +68,7 @@ def make_ring(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
         mbarrier.init(ready.index(i), count=ARRIVALS)
     return Ring(a_ring, b_ring, empty, ready)
 

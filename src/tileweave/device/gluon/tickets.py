@@ -27,14 +27,15 @@ class Deal(NamedTuple):
 
 
 @gluon.jit
-def make_deal():
-    """A :class:`Deal` in which nothing was dealt yet."""
+def make_deal(TAKERS: gl.constexpr = 1):
+    """A :class:`Deal` in which nothing was dealt yet. ``TAKERS``: partitions that take each
+    number."""
     numbers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dealt = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(dealt.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
+        mbarrier.init(taken.index(i), count=TAKERS)
     return Deal(numbers, dealt, taken)
 
 

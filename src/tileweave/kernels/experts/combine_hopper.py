@@ -109,6 +109,14 @@ class Choices(NamedTuple):
     COLS, LATE_COLS : columns that *reduce* and *multiply* sum at once.
 
     REDUCE, REDUCE_REGISTERS : warps of *reduce*, and registers of their threads.
+
+    SHARERS : partitions that multiply, each of which counts in its part of a tile.
+
+    TOGETHER : tokens that a thread of *reduce* sums at once.
+
+    MULTIPLY_REGISTERS : of each of several partitions that multiply.
+
+    EARLY : *reduce* draws tickets.
     """
 
     WORLD_SIZE: int
@@ -127,6 +135,10 @@ class Choices(NamedTuple):
     LATE_COLS: int
     REDUCE: int
     REDUCE_REGISTERS: int
+    SHARERS: int = 1
+    TOGETHER: int = HELD.value
+    MULTIPLY_REGISTERS: int = 0
+    EARLY: bool = True
 
 
 @gluon.jit
@@ -139,7 +151,8 @@ def load_partition(operands, ring, line, offsets, peers, cut, C: gl.constexpr):
     GROUP_M: gl.constexpr = C.GROUP_M
     STAGES: gl.constexpr = C.STAGES
     DEPTH_FIRST: gl.constexpr = C.DEPTH_FIRST
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    itemsize: gl.constexpr = operands.y.dtype.primitive_bitwidth // 8
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * itemsize
     experts, cols, chunk_cols = cut.experts, cut.cols, cut.chunk_cols
     tickets = peers.counters + (load_epoch(peers) & 1) * COUNTER_WORDS + DRAWN
     all_cols = (cols + TILE_N - 1) // TILE_N
@@ -280,7 +293,19 @@ def reduce_partition(tensors, peers, rank, sizes, cut, num_partitions, C: gl.con
         weights = tensors.weights
         push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
     list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
-    serve_tickets(tensors, peers, cut, current, programs, C, COLS=COLS, WARPS=WARPS, KINDS=1)
+    if C.EARLY:
+        serve_tickets(
+            tensors,
+            peers,
+            cut,
+            current,
+            programs,
+            C,
+            COLS=COLS,
+            WARPS=WARPS,
+            KINDS=1,
+            TOGETHER=C.TOGETHER,
+        )
     if program == programs - 1:  # also if this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
             index = (rank + i) % WORLD_SIZE * MAX_SLICES + cut.chunks * cut.groups
@@ -374,36 +399,9 @@ def late_cols(config: CombineConfig) -> int:
     return triton.next_power_of_2(max(256, 256 * threads // config.block_tokens))
 
 
-def launcher(
-    peers: Peers,
-    shape: GroupedProblem,
-    config: CombineConfig,
-    rank: int,
-    num_sms: int,
-    dtype: torch.dtype,
-    depth_first: bool,
-    bound: int,
-    stride_y: int,
-) -> Launcher:
-    """Launches for one shape, called with the tensors of ``combine_triton.launch``.
-
-    depth_first : see :class:`Choices`.
-
-    bound, stride_y : rows of y, and elements between them.
-    """
-    s, c, cut = shape, config, CombineCut.of(shape, config)
-    base = peers.slots.data_ptr()
-    slot_bytes = peers.slot_size * dtype.itemsize
-    experts_shape = [s.experts * s.cols, s.depth]
-    experts_tile = [c.tile_n, c.tile_k]
-    if depth_first:
-        experts_shape, experts_tile = [s.experts * s.depth, s.cols], experts_tile[::-1]
-    descriptors = (
-        descriptor(base, dtype, [bound, s.depth], stride_y, [c.tile_m, c.tile_k]),
-        descriptor(base, dtype, experts_shape, experts_shape[1], experts_tile),
-        descriptor(base, dtype, [bound, s.cols], s.cols, [c.tile_m, c.tile_n // 2]),
-    )
-    choices = Choices(
+def choices_of(s: GroupedProblem, c: CombineConfig, depth_first: bool = False) -> Choices:
+    """:class:`Choices` of a shape with weights, of one partition that multiplies."""
+    return Choices(
         WORLD_SIZE=s.world_size,
         TOPK=s.topk,
         WEIGHTED=True,
@@ -421,8 +419,64 @@ def launcher(
         REDUCE=REDUCE_WARPS,
         REDUCE_REGISTERS=REDUCE_REGISTERS,
     )
+
+
+def fixed_arguments(
+    peers: Peers, s: GroupedProblem, c: CombineConfig, rank: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The arguments that are the same in every launch for a shape. ``dtype``: of the products."""
+    cut, slot_bytes = CombineCut.of(s, c), peers.slot_size * dtype.itemsize
+    return {
+        "peers": peers,
+        "rank": rank,
+        "sizes": Sizes(partial_bytes(s) // 4, slot_bytes // 4, s.cols, s.depth),
+        "max_tokens": s.max_tokens,
+        "experts": s.experts,
+        "chunks": cut.chunks,
+        "chunk_cols": cut.chunk_cols,
+        "k_blocks": triton.cdiv(s.depth, c.tile_k),
+        "groups": cut.groups,
+        "group_blocks": cut.group_blocks,
+        "blocks": cut.blocks,
+    }
+
+
+def new_lists(s: GroupedProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Memory for ``rows``, ``factors`` and ``lengths`` of :class:`Tensors`."""
     entries = s.world_size * s.max_tokens
     parts = [entries * s.topk, entries * s.topk, entries]
+    rows, factors, lengths = torch.empty(sum(parts), dtype=torch.int32, device=device).split(parts)
+    return rows, factors.view(torch.float32), lengths
+
+
+def launcher(
+    peers: Peers,
+    shape: GroupedProblem,
+    config: CombineConfig,
+    rank: int,
+    num_sms: int,
+    dtype: torch.dtype,
+    depth_first: bool,
+    bound: int,
+    stride_y: int,
+) -> Launcher:
+    """Launches for one shape, called with the tensors of ``combine_triton.launch``.
+
+    depth_first : see :class:`Choices`.
+
+    bound, stride_y : rows of y, and elements between them.
+    """
+    s, c, base = shape, config, peers.slots.data_ptr()
+    experts_shape = [s.experts * s.cols, s.depth]
+    experts_tile = [c.tile_n, c.tile_k]
+    if depth_first:
+        experts_shape, experts_tile = [s.experts * s.depth, s.cols], experts_tile[::-1]
+    descriptors = (
+        descriptor(base, dtype, [bound, s.depth], stride_y, [c.tile_m, c.tile_k]),
+        descriptor(base, dtype, experts_shape, experts_shape[1], experts_tile),
+        descriptor(base, dtype, [bound, s.cols], s.cols, [c.tile_m, c.tile_n // 2]),
+    )
+    choices = choices_of(s, c, depth_first)
 
     def pack(
         y: torch.Tensor,
@@ -434,13 +488,9 @@ def launcher(
         products: torch.Tensor,
         out: torch.Tensor,
     ) -> Call:
-        lists = torch.empty(sum(parts), dtype=torch.int32, device=y.device)
-        rows, factors, lengths = lists.split(parts)
-        factors = factors.view(torch.float32)
         given = offsets if weights is None else weights
-        tensors = Tensors(
-            products, rows, factors, lengths, offsets, entry_row, topk_ids, given, out
-        )
+        lists = new_lists(s, y.device)
+        tensors = Tensors(products, *lists, offsets, entry_row, topk_ids, given, out)
         pointers = [t.data_ptr() for t in tensors]
         bases = (y.data_ptr(), experts.data_ptr(), pointers[0])
 
@@ -456,19 +506,7 @@ def launcher(
         variant = (weights is None, *(at % 16 == 0 for at in pointers))
         return Call(variant, [*pointers, out.shape[0]], changing, bases)
 
-    fixed = {
-        "peers": peers,
-        "rank": rank,
-        "sizes": Sizes(partial_bytes(s) // 4, slot_bytes // 4, s.cols, s.depth),
-        "max_tokens": s.max_tokens,
-        "experts": s.experts,
-        "chunks": cut.chunks,
-        "chunk_cols": cut.chunk_cols,
-        "k_blocks": triton.cdiv(s.depth, c.tile_k),
-        "groups": cut.groups,
-        "group_blocks": cut.group_blocks,
-        "blocks": cut.blocks,
-    }
+    fixed = fixed_arguments(peers, s, c, rank, dtype)
     options = {"num_warps": c.num_warps, "maxnreg": REGISTERS}
     kernel = grouped_matmul_combine_hopper_kernel
     return Launcher(kernel, num_sms, fixed, pack, WORDS, MAPS, **options)

@@ -400,9 +400,11 @@ def serve_tickets(
     COLS: gl.constexpr,
     WARPS: gl.constexpr,
     KINDS: gl.constexpr,
+    TOGETHER: gl.constexpr = HELD,
 ):
     """Reduce and finish blocks until there are none. ``KINDS``: 1 to draw early tickets, 2 to
-    draw the late ones after them. ``COLS``: columns that are summed at once.
+    draw the late ones after them. ``COLS``: columns that are summed at once; ``TOGETHER``: tokens
+    of a thread.
 
     The program that stores the last block of a (chunk, group) for a peer signals it.
     """
@@ -412,8 +414,10 @@ def serve_tickets(
     TILE_N: gl.constexpr = C.TILE_N
     TOKENS: gl.constexpr = C.TOKENS
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
-    SUB: gl.constexpr = HELD * (WARPS // ACROSS)
-    layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
+    SUB: gl.constexpr = TOGETHER * (WARPS // ACROSS)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [TOGETHER, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0]
+    )
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     rank, epoch, counts = current.rank, current.epoch, current.counts
     slot_offset = (epoch & 1).to(gl.int64) * peers.slot_size
@@ -441,7 +445,8 @@ def serve_tickets(
             # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
             while made <= chunk:
                 counter = counts + TILES + made
-                await_count(counter, tile_rows * chunk_columns(made, tile_cols, chunk_cols))
+                tiles = tile_rows * chunk_columns(made, tile_cols, chunk_cols)
+                await_count(counter, tiles * C.SHARERS)
                 made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)

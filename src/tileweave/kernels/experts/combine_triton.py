@@ -70,7 +70,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.matmul import matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
 from tileweave.device.triton.peers import (
     faulted,
     leave,
@@ -109,6 +109,8 @@ class Tensors(NamedTuple):
     weights: Any
     products: Any
     out: Any
+    y_scale: Any = None  # of FP8 rows and experts, as ``scaled.py`` has them
+    w_scale: Any = None
 
 
 class Sizes(NamedTuple):
@@ -120,6 +122,9 @@ class Sizes(NamedTuple):
 
     stride_y, stride_e, stride_w : elements between rows of y, experts, and rows of an expert
         (columns, if it is depth first).
+
+    scale_row, scale_block : of FP8, elements from the scale of a row of y to that of the next, and
+        from that of a K block.
     """
 
     weights_base: Any
@@ -130,6 +135,8 @@ class Sizes(NamedTuple):
     stride_y: Any
     stride_e: Any
     stride_w: Any
+    scale_row: Any = 0
+    scale_block: Any = 0
 
 
 class Cut(NamedTuple):
@@ -181,6 +188,8 @@ class Choices(NamedTuple):
     DEPTH_FIRST : experts are stored as [I, H], as the backward pass of a dispatch reads them.
 
     TOKENS, COLS : tokens of a block; columns that are summed at once.
+
+    SCALED : y and experts are FP8; TILE_N and TILE_K are 128.
     """
 
     WORLD_SIZE: int
@@ -195,6 +204,7 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     TOKENS: int
     COLS: int
+    SCALED: bool = False
 
 
 @triton.jit
@@ -262,21 +272,45 @@ def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexp
             first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
             tile_col += chunk * cut.chunk_cols
             row = first_row + tl.arange(0, TILE_M)
-            acc = matmul_tile(
-                tensors.y + tl.minimum(row, walk.end - 1).to(tl.int64) * sizes.stride_y,
-                tensors.experts + walk.expert.to(tl.int64) * sizes.stride_e,
-                sizes.stride_w,
-                tile_col,
-                cols,
-                depth,
-                0,
-                tl.cdiv(depth, TILE_K),
-                TILE_M,
-                TILE_N,
-                TILE_K,
-                EVEN_K,
-                DEPTH_FIRST=DEPTH_FIRST,
-            )
+            source = tl.minimum(row, walk.end - 1).to(tl.int64)
+            expert = walk.expert.to(tl.int64)
+            k_blocks = tl.cdiv(depth, TILE_K)
+            if C.SCALED:
+                scales = BlockScales(
+                    tensors.y_scale + source * sizes.scale_row,
+                    sizes.scale_block,
+                    tensors.w_scale + (expert * all_cols + tile_col) * k_blocks,
+                )
+                acc = matmul_blocks(
+                    tensors.y + source * sizes.stride_y,
+                    tensors.experts + expert * sizes.stride_e,
+                    sizes.stride_w,
+                    scales,
+                    tile_col,
+                    cols,
+                    depth,
+                    0,
+                    k_blocks,
+                    TILE_M,
+                    TILE_N,
+                    TILE_K,
+                )
+            else:
+                acc = matmul_tile(
+                    tensors.y + source * sizes.stride_y,
+                    tensors.experts + expert * sizes.stride_e,
+                    sizes.stride_w,
+                    tile_col,
+                    cols,
+                    depth,
+                    0,
+                    k_blocks,
+                    TILE_M,
+                    TILE_N,
+                    TILE_K,
+                    EVEN_K,
+                    DEPTH_FIRST=DEPTH_FIRST,
+                )
             col = tile_col * TILE_N + tl.arange(0, TILE_N)
             target = products + row.to(tl.int64)[:, None] * cols + col[None, :]
             mask = (row < walk.end)[:, None] & (col < cols)[None, :]
@@ -496,12 +530,14 @@ def launch(
     config: CombineConfig,
     rank: int,
     num_sms: int,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Launch on the current stream; ``ops`` checks the arguments. ``experts``: contiguous along I
-    or along H."""
+    or along H. ``scales``: of FP8 y and experts."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
     given = offsets if weights is None else weights
-    tensors = Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out)
+    of_fp8 = (None, None) if scales is None else scales
+    tensors = Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out, *of_fp8)
     multiply = num_sms * c.programs_per_sm
     if c.programs_per_sm == 1:
         multiply -= c.num_reduce + c.num_finish
@@ -510,7 +546,7 @@ def launch(
         tensors,
         peers,
         rank,
-        sizes_of(peers, y, experts, shape),
+        sizes_of(peers, y, experts, shape, of_fp8[0]),
         out.shape[0],
         s.max_tokens,
         cut.chunks,
@@ -525,10 +561,16 @@ def launch(
     )
 
 
-def sizes_of(peers: Peers, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem) -> Sizes:
+def sizes_of(
+    peers: Peers,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    shape: GroupedProblem,
+    y_scale: torch.Tensor | None = None,
+) -> Sizes:
     """:class:`Sizes` of a call."""
     s = shape
-    slot_bytes = peers.slot_size * y.element_size()
+    slot_bytes = peers.slot_size * s.out_itemsize
     stride_w = experts.stride(1) if experts.stride(2) == 1 else experts.stride(2)
     return Sizes(
         partial_bytes(s) // 4,
@@ -539,6 +581,7 @@ def sizes_of(peers: Peers, y: torch.Tensor, experts: torch.Tensor, shape: Groupe
         y.stride(0),
         experts.stride(0),
         stride_w,
+        *((0, 0) if y_scale is None else y_scale.stride()),
     )
 
 
@@ -563,4 +606,5 @@ def choices_of(
         experts.stride(2) != 1,
         c.block_tokens,
         c.block_cols,
+        s.fp8,
     )

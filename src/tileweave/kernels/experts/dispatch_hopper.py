@@ -52,7 +52,7 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
     wait_steps,
     walk_to,
 )
-from tileweave.kernels.experts.dispatch_triton import SET, TICKETS, Launch, depth_first
+from tileweave.kernels.experts.dispatch_triton import SET, TICKETS, Launch, depth_first, pitch_of
 from tileweave.kernels.experts.dispatch_triton import launcher as triton_launcher
 from tileweave.kernels.runtime.descriptors import descriptor
 from tileweave.kernels.runtime.launch import Call, Launcher
@@ -182,6 +182,7 @@ def dispatch_grouped_matmul_hopper_kernel(
         experts,
         weight.cols,
         weight.depth,
+        weight.pitch,
         block_experts,
         blocks,
         num_producers,
@@ -244,7 +245,7 @@ def arguments(
         "max_tokens": max_tokens,
         "topk": topk,
         "experts": experts,
-        "weight": Weight(cols, depth),
+        "weight": Weight(cols, depth, pitch_of(w)),
         "block_experts": per_block,
         "blocks": cdiv(experts, per_block),
         "num_producers": producers,
@@ -338,10 +339,11 @@ def launcher(
     return launch
 
 
-def portable(c: DispatchConfig) -> DispatchConfig:
+def portable(c: DispatchConfig, fp8: bool = False) -> DispatchConfig:
     """A config for the Triton kernel that works for any shape."""
     rows = min(c.tile_m, 128)
     warps = 8 if rows == 128 else 4
+    depth = 128 if fp8 else 64
     return DispatchConfig(
-        "triton", rows, 128, 64, 3, warps, c.group_m, signal_blocks=c.signal_blocks
+        "triton", rows, 128, depth, 3, warps, c.group_m, signal_blocks=c.signal_blocks
     )

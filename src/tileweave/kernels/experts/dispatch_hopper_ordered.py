@@ -81,7 +81,7 @@ from tileweave.planning.schedules.grouped import DispatchConfig
 
 UNIT = gl.constexpr(16)  # rows that are placed, and signaled, at once
 AT_ONCE = gl.constexpr(8)  # rows, by
-WIDTH = gl.constexpr(1024)  # elements, that *move* has in flight
+WIDTH = gl.constexpr(1024)  # elements, that *move* has in flight; of packed FP8 bytes
 MOVE_REGISTERS = gl.constexpr(152)
 
 
@@ -105,15 +105,15 @@ def place_unit(
     layout: gl.constexpr,
 ):
     """Copy the tokens of those rows of [first, first + UNIT) that there are."""
-    depth = sizes.depth
+    pitch = sizes.pitch
     for begin in range(first, gl.minimum(first + UNIT, total), AT_ONCE):
         row = begin + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
         there = row < total
         source = row_sources(tensors, slot, gl.minimum(row, total - 1), rank, sizes, WORLD_SIZE)
-        target = rows + row.to(gl.int64) * depth
-        for column in range(0, depth, WIDTH):
+        target = rows + row.to(gl.int64) * pitch
+        for column in range(0, pitch, WIDTH):
             at = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-            mask = there[:, None] & (at < depth)[None, :]
+            mask = there[:, None] & (at < pitch)[None, :]
             value = gl.load(gl.multiple_of(source[:, None] + at[None, :], [1, 16]), mask=mask)
             gl.store(gl.multiple_of(target[:, None] + at[None, :], [1, 16]), value, mask=mask)
 
@@ -122,7 +122,8 @@ def place_unit(
 def place_rows(tensors, placement, peers, slot, tickets, rank, sizes, epoch, C: gl.constexpr):
     """Take units until there are none: wait for their tokens, copy them, set ``placed``."""
     WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PUSH_WARPS, 1], [1, 0])
+    LANE: gl.constexpr = 128 // placement.rows.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, LANE], [1, 32], [PUSH_WARPS, 1], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
     offsets = tensors.offsets
     total = gl.load(offsets + sizes.experts)
@@ -181,7 +182,7 @@ def load_partition(
     TILE_M: gl.constexpr = C.TILE_M
     TILE_N: gl.constexpr = C.TILE_N
     TILE_K: gl.constexpr = C.TILE_K
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * (w_desc.dtype.primitive_bitwidth // 8)
     ring, deals = operands.ring, operands.deals
     offsets, experts, tile_cols = tensors.offsets, sizes.experts, sizes.tile_cols
     epoch = load_epoch(peers)
@@ -261,6 +262,7 @@ def dispatch_grouped_matmul_ordered_kernel(
         experts,
         weight.cols,
         weight.depth,
+        weight.pitch,
         block_experts,
         blocks,
         num_producers,

@@ -40,10 +40,12 @@ class Tensors(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Columns and depth (N and K) of each expert's weight, which Triton specializes."""
+    """Columns and depth (N and K) of each expert's weight, and elements from a token to the next
+    (bytes of packed FP8), which Triton specializes."""
 
     cols: Any
     depth: Any
+    pitch: Any
 
 
 class Sizes(NamedTuple):
@@ -51,7 +53,7 @@ class Sizes(NamedTuple):
 
     max_tokens, topk, experts : tokens of a rank at most, choices of a token, experts of a rank.
 
-    cols, depth : as in :class:`Weight`.
+    cols, depth, pitch : as in :class:`Weight`.
 
     block_experts, blocks : experts between two signals, and signals of a source.
 
@@ -65,6 +67,7 @@ class Sizes(NamedTuple):
     experts: Any
     cols: Any
     depth: Any
+    pitch: Any
     block_experts: Any
     blocks: Any
     num_producers: Any
@@ -132,8 +135,8 @@ def row_sources(tensors, slot, row, rank, sizes, WORLD_SIZE: gl.constexpr):
     token = gl.load(tensors.row_entry + row) // sizes.topk
     step = (rank + WORLD_SIZE - token // sizes.max_tokens) % WORLD_SIZE
     token = token % sizes.max_tokens
-    remote = ((step - 1).to(gl.int64) * sizes.max_tokens + token) * sizes.depth
-    return gl.where(step == 0, tensors.x + token.to(gl.int64) * sizes.depth, slot + remote)
+    remote = ((step - 1).to(gl.int64) * sizes.max_tokens + token) * sizes.pitch
+    return gl.where(step == 0, tensors.x + token.to(gl.int64) * sizes.pitch, slot + remote)
 
 
 @gluon.jit
@@ -261,22 +264,23 @@ def push_to(
 ):
     """This program's part of the tokens whose lowest expert on ``peer`` is in [first, last), into
     tokens ``place`` of its slot."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
-    x, depth = tensors.x, sizes.depth
+    LANE: gl.constexpr = 128 // tensors.x.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([LANE], [32], [PUSH_WARPS], [0])
+    x, pitch = tensors.x, sizes.pitch
     bounds = tensors.send_offsets + peer * (sizes.experts + 1)
     target = (
         slots_at(peers, peer, x.dtype.element_ty)
         + slot_offset
-        + place * sizes.max_tokens.to(gl.int64) * depth
+        + place * sizes.max_tokens.to(gl.int64) * pitch
     )
     for index in range(
         gl.load(bounds + first) + program, gl.load(bounds + last), sizes.num_producers
     ):
         token = gl.load(tensors.send_order + peer * sizes.max_tokens + index)
-        row = token.to(gl.int64) * depth
-        for column in range(0, depth, PUSH_BLOCK):
+        row = token.to(gl.int64) * pitch
+        for column in range(0, pitch, PUSH_BLOCK):
             at = column + gl.arange(0, PUSH_BLOCK, layout=layout)
-            mask = at < depth
+            mask = at < pitch
             value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
             gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
 

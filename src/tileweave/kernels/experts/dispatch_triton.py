@@ -43,6 +43,10 @@ Why no rank waits for ever: pushing does not wait and precedes multiplying in ev
 does both; waits are for pushes of other ranks only. Producers are the lowest programs and there are
 no more programs than multiprocessors, so all of them run.
 
+FP8 tokens are *packed*: x and the slot are bytes [.., pitch], K of data, then the scales of each
+128 of them, so that one signal announces both (``ops/experts/scaled.py``). Tiles multiply K blocks
+by their scales (``device/triton/matmul.py: matmul_blocks``).
+
 Limits: x contiguous, experts along K or (``DEPTH_FIRST``) along N; fp32 accumulation. Rows of y
 from ``offsets[-1]`` on are not written.
 
@@ -60,13 +64,13 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
 from tileweave.device.triton.peers import faulted, leave, load_epoch, notify_all, slots_at, wait
 from tileweave.device.triton.signal import MAX_SLICES, consume_token
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts
+from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts, packed_pitch
 from tileweave.transport import protocol
 
 MAX_BLOCKS = MAX_SLICES  # signals of a source
@@ -79,10 +83,12 @@ COUNTERS = 2 * (2 + protocol.MAX_SLICES)
 
 
 class Tensors(NamedTuple):
-    """What a call is about; ``offsets`` to ``send_offsets`` are fields of the plan."""
+    """What a call is about; ``offsets`` to ``send_offsets`` are fields of the plan. ``w_scale``: of
+    FP8, else anything."""
 
     x: Any
     w: Any
+    w_scale: Any
     y: Any
     offsets: Any
     row_entry: Any
@@ -95,6 +101,8 @@ class Weight(NamedTuple):
 
     cols, depth : of each weight, N and K.
 
+    pitch : elements from a token to the next.
+
     stride_expert, stride_line : elements from expert to expert, and from line to line.
 
     k_blocks : blocks of TILE_K in K.
@@ -102,6 +110,7 @@ class Weight(NamedTuple):
 
     cols: Any
     depth: Any
+    pitch: Any
     stride_expert: Any
     stride_line: Any
     k_blocks: Any
@@ -138,6 +147,8 @@ class Choices(NamedTuple):
     DEPTH_FIRST : experts are [E_local, K, N] in memory, as the backward pass reads them: the
         input gradient of an operator whose weights are [E_local, N, K].
 
+    SCALED : tokens and experts are FP8; TILE_N and TILE_K are 128.
+
     ALIGNED : rows of x are at multiples of 16 bytes.
     """
 
@@ -151,6 +162,7 @@ class Choices(NamedTuple):
     EVEN_K: bool
     FEW_ROWS: bool
     DEPTH_FIRST: bool
+    SCALED: bool = False
     ALIGNED: bool = True
 
 
@@ -163,7 +175,7 @@ def clear_counters(peers, epoch):
 
 
 @triton.jit
-def push_tokens(tensors, peers, rank, sizes, depth, slot_offset, program, epoch, C: tl.constexpr):
+def push_tokens(tensors, peers, rank, sizes, pitch, slot_offset, program, epoch, C: tl.constexpr):
     """Producer: send this program's part of the own tokens, block by block of their experts, to the
     ranks that need them."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
@@ -186,12 +198,12 @@ def push_tokens(tensors, peers, rank, sizes, depth, slot_offset, program, epoch,
                 order = tensors.send_order + peer * max_tokens + index
                 token = tl.load(order, mask=there, other=0).to(tl.int64)
                 slot = slots_at(peers, peer, x.dtype.element_ty) + slot_offset
-                slot += (step - 1) * max_tokens.to(tl.int64) * depth
-                for column in range(0, depth, WIDTH):
+                slot += (step - 1) * max_tokens.to(tl.int64) * pitch
+                for column in range(0, pitch, WIDTH):
                     at = column + tl.arange(0, WIDTH)
-                    mask = there[:, None] & (at < depth)[None, :]
-                    within = token[:, None] * depth + at[None, :]
-                    tl.store(slot + within, tl.load(x + within, mask=mask, other=0.0), mask=mask)
+                    mask = there[:, None] & (at < pitch)[None, :]
+                    within = token[:, None] * pitch + at[None, :]
+                    tl.store(slot + within, tl.load(x + within, mask=mask, other=0), mask=mask)
         tl.debug_barrier()
         pushed = peers.counters + (epoch & 1) * SET + PUSHED + block
         if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == sizes.num_producers - 1:
@@ -199,7 +211,7 @@ def push_tokens(tensors, peers, rank, sizes, depth, slot_offset, program, epoch,
 
 
 @triton.jit
-def gather_rows(tensors, slot, rank, sizes, depth, first_row, end, C: tl.constexpr):
+def gather_rows(tensors, slot, rank, sizes, pitch, first_row, end, C: tl.constexpr):
     """(pointers to a tile's rows in x or the slot, steps down the ranks to the sources of its first
     and its last row).
 
@@ -212,8 +224,8 @@ def gather_rows(tensors, slot, rank, sizes, depth, first_row, end, C: tl.constex
     token = tl.load(tensors.row_entry + row) // sizes.topk
     step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
     token = token % max_tokens
-    remote = ((step - 1).to(tl.int64) * max_tokens + token) * depth
-    own = token.to(tl.int64) * depth
+    remote = ((step - 1).to(tl.int64) * max_tokens + token) * pitch
+    own = token.to(tl.int64) * pitch
     if is_hip():
         # The pointer analysis for AMD in Triton 3.6 cannot choose between two bases: go from one to
         # the other.
@@ -235,6 +247,30 @@ def wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE: t
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         token = wait(peers, source * MAX_BLOCKS + block, epoch, tile)
     return token
+
+
+@triton.jit
+def multiply_packed(a_rows, tensors, weight, expert, col, tile_cols, token, C: tl.constexpr):
+    """A tile of packed rows of FP8 times the weight of ``expert``."""
+    scales = BlockScales(
+        (a_rows + weight.depth).to(tl.pointer_type(tl.float32)),
+        1,
+        tensors.w_scale + (expert.to(tl.int64) * tile_cols + col) * weight.k_blocks,
+    )
+    return matmul_blocks(
+        a_rows.to(tl.pointer_type(tl.float8e4nv)),
+        tensors.w + expert.to(tl.int64) * weight.stride_expert,
+        weight.stride_line,
+        scales,
+        col,
+        weight.cols,
+        weight.depth,
+        consume_token(0, token),
+        weight.k_blocks,
+        C.TILE_M,
+        C.TILE_N,
+        C.TILE_K,
+    )
 
 
 @triton.jit
@@ -281,7 +317,7 @@ def dispatch_grouped_matmul_kernel(
     if program == 0:
         clear_counters(peers, epoch)
     if program < num_producers:
-        push_tokens(tensors, peers, rank, sizes, depth, slot_offset, program, epoch, C)
+        push_tokens(tensors, peers, rank, sizes, weight.pitch, slot_offset, program, epoch, C)
     tickets = peers.counters + (epoch & 1) * SET + TICKETS
     tile = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     walk = walk_to(
@@ -292,27 +328,30 @@ def dispatch_grouped_matmul_kernel(
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, C.GROUP_M)
         slot = peers.slots + slot_offset
         a_rows, nearest, farthest = gather_rows(
-            tensors, slot, rank, sizes, depth, first_row, walk.end, C
+            tensors, slot, rank, sizes, weight.pitch, first_row, walk.end, C
         )
         block = walk.expert // block_experts
         token = wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE)
-        acc = matmul_tile(
-            a_rows,
-            tensors.w + walk.expert.to(tl.int64) * weight.stride_expert,
-            weight.stride_line,
-            col,
-            cols,
-            depth,
-            consume_token(0, token),
-            weight.k_blocks,
-            TILE_M,
-            C.TILE_N,
-            C.TILE_K,
-            C.EVEN_K,
-            walk.end - first_row,
-            C.FEW_ROWS,
-            C.DEPTH_FIRST,
-        )
+        if C.SCALED:
+            acc = multiply_packed(a_rows, tensors, weight, walk.expert, col, tile_cols, token, C)
+        else:
+            acc = matmul_tile(
+                a_rows,
+                tensors.w + walk.expert.to(tl.int64) * weight.stride_expert,
+                weight.stride_line,
+                col,
+                cols,
+                depth,
+                consume_token(0, token),
+                weight.k_blocks,
+                TILE_M,
+                C.TILE_N,
+                C.TILE_K,
+                C.EVEN_K,
+                walk.end - first_row,
+                C.FEW_ROWS,
+                C.DEPTH_FIRST,
+            )
         store_rows(acc, tensors.y, peers, first_row, walk.end, col, cols, TILE_M, C.TILE_N)
         tile = following
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
@@ -323,15 +362,20 @@ def dispatch_grouped_matmul_kernel(
 
 WORDS = tuple(f"tensors.{name}" for name in Tensors._fields)  # what changes between launches
 
-# y, given (x, w, y, fields of the plan): rows in order if the kernel makes them, else None
-Launch = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor | None
-]
+# y, given (x, w, y, fields of the plan), of FP8 also the scales of w: rows in order if the kernel
+# makes them, else None
+Launch = Callable[..., torch.Tensor | None]
 
 
 def depth_first(w: torch.Tensor) -> bool:
     """Whether experts [E_local, N, K] are [E_local, K, N] in memory."""
     return w.stride(2) != 1 and w.shape[2] > 1
+
+
+def pitch_of(w: torch.Tensor) -> int:
+    """Elements from a token to the next, for experts w [E, N, K]; of FP8, whose tokens are packed,
+    bytes."""
+    return packed_pitch(w.shape[2]) if w.element_size() == 1 else w.shape[2]
 
 
 def launcher(
@@ -348,7 +392,7 @@ def launcher(
     """Launches for one shape, called with (x, w, y, fields of the plan in their order); the caller
     checks them. ``w``: of which every weight has the shape and strides."""
     c, (experts, cols, depth) = config, w.shape
-    turned = depth_first(w)
+    turned, pitch, fp8 = depth_first(w), pitch_of(w), w.element_size() == 1
     counts = dispatch_counts(c, experts, cols, bound, num_sms, protocol.MAX_SLICES)
     programs, producers, per_block, tile_cols = counts
     blocks = triton.cdiv(experts, per_block)
@@ -357,7 +401,7 @@ def launcher(
     choices = Choices(
         WORLD_SIZE=world_size,
         PUSH_ROWS=c.push_rows,
-        PUSH_WIDTH=min(triton.next_power_of_2(depth), 256 * c.num_warps),
+        PUSH_WIDTH=min(triton.next_power_of_2(pitch), (512 if fp8 else 256) * c.num_warps),
         TILE_M=c.tile_m,
         TILE_N=c.tile_n,
         TILE_K=c.tile_k,
@@ -365,24 +409,30 @@ def launcher(
         EVEN_K=depth % c.tile_k == 0,
         FEW_ROWS=c.tile_m <= 64,
         DEPTH_FIRST=turned,
+        SCALED=fp8,
     )
     fixed = {
         "peers": peers,
         "rank": rank,
-        "weight": Weight(cols, depth, w.stride(0), w.stride(2 if turned else 1), k_blocks),
+        "weight": Weight(cols, depth, pitch, w.stride(0), w.stride(2 if turned else 1), k_blocks),
         **sizes._asdict(),
     }
 
     def pack(
-        x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: Sequence[torch.Tensor]
+        x: torch.Tensor,
+        w: torch.Tensor,
+        y: torch.Tensor,
+        fields: Sequence[torch.Tensor],
+        w_scale: torch.Tensor | None = None,
     ) -> Call:
         offsets, row_entry, _, _, send_order, send_offsets = fields
-        tensors = Tensors(x, w, y, offsets, row_entry, send_order, send_offsets)
+        scale = offsets if w_scale is None else w_scale
+        tensors = Tensors(x, w, scale, y, offsets, row_entry, send_order, send_offsets)
         words = [t.data_ptr() for t in tensors]
         aligned = [word % 16 == 0 for word in words]
 
         def changing() -> dict[str, Any]:
-            rows_aligned = aligned[0] and depth * x.element_size() % 16 == 0
+            rows_aligned = aligned[0] and pitch * x.element_size() % 16 == 0
             return {"tensors": tensors, "C": choices._replace(ALIGNED=rows_aligned)}
 
         return Call(tuple(aligned), words, changing)

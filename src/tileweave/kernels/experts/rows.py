@@ -15,7 +15,7 @@ rank, and only its call n + 2 writes to the same slot.
                    kept tokens or from the slot
 ``zero_unused``    zero gradients of experts that have no rows, which a grouped product may leave
                    undefined
-``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
+``swiglu``         silu(gate) * up of rows [gate, up], and its gradient; the same, quantised
 ``weigh_rows``     gradients of rows times the combine weights of their entries, and the gradients
                    of those weights
 =================  =================================================================================
@@ -31,6 +31,7 @@ import triton.language as tl
 
 from tileweave.device.triton.peers import load_epoch
 from tileweave.device.triton.signal import load_epoch as load_epoch_at
+from tileweave.kernels.quantize import GROUP, greatest_of, quantized
 from tileweave.kernels.runtime.peers import Peers
 
 PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is correct
@@ -227,6 +228,29 @@ def swiglu_kernel(y, out, offsets, experts, width, WIDTH: tl.constexpr):
         tl.store(out + row * width + at, value.to(out.dtype.element_ty), mask=at < width)
 
 
+@triton.jit(do_not_specialize=["bound"])
+def swiglu_quantized_kernel(
+    y, data, scale, offsets, experts, bound, width, WIDTH: tl.constexpr, GROUP: tl.constexpr
+):
+    """As ``swiglu_kernel``, then rounded to FP8: ``data`` [bound, width], and ``scale`` [width /
+    GROUP, bound] of GROUP elements each. What is quantised is the rounded result of that kernel."""
+    blocks = tl.cdiv(width, WIDTH)
+    count: tl.constexpr = WIDTH // GROUP
+    for unit in range(tl.program_id(0), tl.load(offsets + experts) * blocks, tl.num_programs(0)):
+        row = (unit // blocks).to(tl.int64)
+        begin = unit % blocks * WIDTH
+        at = begin + tl.arange(0, WIDTH)
+        gate = tl.load(y + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
+        up = tl.load(y + (row * 2 + 1) * width + at, mask=at < width, other=0.0).to(tl.float32)
+        value = (gate / (1.0 + tl.exp(-gate)) * up).to(y.dtype.element_ty).to(tl.float32)
+        value = tl.reshape(value, (count, GROUP))
+        bits, each = quantized(value, greatest_of(value))
+        tl.store(data + row * width + at, tl.reshape(bits, (WIDTH,)), mask=at < width)
+        group = begin // GROUP + tl.arange(0, count)
+        place = group.to(tl.int64) * bound + row
+        tl.store(scale + place, each, mask=group * GROUP < width)
+
+
 @triton.jit
 def swiglu_gradient_kernel(grad, y, out, offsets, experts, width, WIDTH: tl.constexpr):
     """out = [d gate, d up] of rows [gate, up]."""
@@ -254,6 +278,17 @@ def swiglu(y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: i
     """y [bound, 2 I] -> out [bound, I]."""
     programs, block = _swiglu_grid(y)
     swiglu_kernel[(programs,)](y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
+
+
+def swiglu_quantized(
+    y: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor, experts: int
+) -> None:
+    """y [bound, 2 I] -> data [bound, I] as bytes of FP8, scale [ceil(I/128), bound]."""
+    programs, block = _swiglu_grid(y)
+    block, width = max(block, GROUP), y.shape[1] // 2
+    swiglu_quantized_kernel[(programs,)](
+        y, data, scale, offsets, experts, y.shape[0], width, WIDTH=block, GROUP=GROUP
+    )
 
 
 def swiglu_gradient(

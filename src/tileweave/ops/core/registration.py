@@ -192,7 +192,7 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
             the same, with ``scatter_dim=`` and ``gather_dim=``.
         dispatch_grouped_matmul:
             ``tokens, experts, topk``: tokens is ``max_tokens`` of later calls, experts a tensor [E
-            / R, N, K].
+            / R, N, K]; of FP8 with ``w_scale=``.
         grouped_matmul_combine:
             the arguments of a call: ``y, experts, plan, topk_weights``.
         embedding_bag_all_to_all:

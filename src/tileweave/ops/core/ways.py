@@ -38,6 +38,16 @@ class Ways(NamedTuple):
     near: str
 
     @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.node * self.each + self.local
+
+    @property
+    def near_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node * self.each, (self.node + 1) * self.each)
+
+    @property
     def others(self) -> list[int]:
         """The other nodes, in order."""
         return [node for node in range(self.nodes) if node != self.node]
@@ -55,7 +65,8 @@ def _ways(workspace: Workspace) -> Ways:
         if transport.capturing():
             raise CaptureError(
                 f"asked: the first call over {ranks} under CUDA-graph capture; allowed: capture "
-                "after a call; remedy: call tw.warmup(...) before"
+                "after a call, in which NCCL connects the ranks; remedy: make a call with these "
+                "sizes before, on every rank, or tw.warmup(...)"
             )
         inside, near = None, ""
         if ranks.per_node > 1:

@@ -17,6 +17,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import debugging, define, group_of
+from tileweave.ops.embedding import gradient_over_nodes
 from tileweave.ops.embedding.bag_all_to_all_fused import OP, begin_push, end_push
 from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versions_of
 from tileweave.ops.embedding.table_gradient import (
@@ -208,9 +209,8 @@ def _take_gradient(
     factor = 1.0 / size if divide else 1.0
     ranks = known_topology_of(call.group_name, size)
     chosen = plan(tables, call.indices, call.batch, ranks)
-    # over nodes NCCL takes gradients to their owners while lookups are sorted
     across = chosen.config is not None and chosen.config.nodes > 1
-    path = "unfused" if across else chosen.path
+    path = "over nodes" if across else chosen.path
     compiled = chosen.path != "unfused" or call.indices.is_cuda
     lookups = Lookups(call.indices, call.offsets, call.weights, call.batch, call.mean)
     alone = need_weights or not tables  # gradients of weights read tables before a step
@@ -219,6 +219,15 @@ def _take_gradient(
     sort = sort_lookups if path == "fused" and not alone else sort_concurrently
     ordered = sort(stepped, lookups, compiled)
     gw = grad.new_empty(0)
+    if across:
+        with gradient_over_nodes.arriving(grad.contiguous(), call) as (mine, parts):
+            if need_weights:
+                for part in parts:
+                    part.wait()
+                gw = weight_gradients(mine, tables, lookups, factor)
+                parts = []
+            found = table_gradients(mine, stepped, lookups, ordered, factor, *becomes, parts=parts)
+        return found, gw
     if path == "fused":
         push = begin_push(grad, layout, call.batch, call.group_name, own=alone)
         mine = push.slot

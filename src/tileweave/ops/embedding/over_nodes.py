@@ -53,11 +53,14 @@ class _Slice(NamedTuple):
 
 
 def run(
-    call: Call, config: EmbeddingConfig, out: torch.Tensor | None, checksum: int
+    call: Call, config: EmbeddingConfig, out: torch.Tensor | None, checksum: int, least: int = 0
 ) -> torch.Tensor:
-    """The result [b, width], as ``run_fused`` of ``bag_all_to_all_fused.py`` returns it."""
+    """The result [b, width], as ``run_fused`` of ``bag_all_to_all_fused.py`` returns it.
+
+    ``least``: bytes of a slice, if not ``LEAST_BYTES``.
+    """
     with spanning_call(OP, call.group_name, call.indices, checksum) as ways:
-        parts = _slices(call.layout, call.batch, call.out_dtype.itemsize)
+        parts = slices_of(call.layout, call.batch, call.out_dtype.itemsize, least)
         traveling = [_send(ways, call, config, part, parts) for part in range(parts)]
         y = _own_node(ways, call, config, out, checksum)
         enter_launch_order_of(call.indices)  # again: the kernel has left it
@@ -89,25 +92,30 @@ def _own_node(
     return out
 
 
-def _slices(layout: EmbeddingLayout, batch: int, itemsize: int) -> int:
+def samples_of(layout: EmbeddingLayout, batch: int) -> list[tuple[int, int]]:
+    """The samples [begin, end) of each rank."""
+    size = len(layout.dims)
+    return [rows_of(batch, size, rank) for rank in range(size)]
+
+
+def slices_of(layout: EmbeddingLayout, batch: int, itemsize: int, least: int) -> int:
+    """In how many slices a call crosses; the same on every rank."""
     most = max(map(len, layout.dims))
     nbytes = max(sum(dims) for dims in layout.dims) * batch * itemsize
-    return max(1, min(SLICES, most, nbytes // LEAST_BYTES))
+    return max(1, min(SLICES, most, nbytes // (least or LEAST_BYTES)))
 
 
-def _tables(count: int, part: int, parts: int) -> slice:
+def tables_of(count: int, part: int, parts: int) -> slice:
     """Which of a rank's ``count`` tables are in a slice."""
     return slice(count * part // parts, count * (part + 1) // parts)
 
 
 def _send(ways: Ways, call: Call, config: EmbeddingConfig, part: int, parts: int) -> _Slice:
     """Pool a slice for other nodes, and begin its transfer."""
-    layout, batch, size = call.layout, call.batch, len(call.layout.dims)
-    rank, first = ways.node * ways.each + ways.local, ways.node * ways.each
-    near = range(first, first + ways.each)
-    rows = [rows_of(batch, size, r) for r in range(size)]
+    layout, batch, rank, near = call.layout, call.batch, ways.rank, ways.near_ranks
+    rows = samples_of(layout, batch)
     begin, end = rows[near[0]][0], rows[near[-1]][1]  # samples of this node
-    mine = _tables(len(call.tables), part, parts)
+    mine = tables_of(len(call.tables), part, parts)
     places = list(accumulate(layout.dims[rank][mine], initial=0))
     width = places.pop()
     x = call.indices.new_empty(batch - (end - begin), width, dtype=call.out_dtype)
@@ -116,7 +124,7 @@ def _send(ways: Ways, call: Call, config: EmbeddingConfig, part: int, parts: int
     sent = [0 if r in near else (e - b) * width for r, (b, e) in enumerate(rows)]
     columns, widths = [], []
     for r, (starts, dims) in enumerate(zip(layout.columns, layout.dims, strict=True)):
-        which = slice(0) if r in near else _tables(len(dims), part, parts)
+        which = slice(0) if r in near else tables_of(len(dims), part, parts)
         widths.append(sum(dims[which]))
         for start, dim in zip(starts[which], dims[which], strict=True):
             columns += range(start, start + dim)

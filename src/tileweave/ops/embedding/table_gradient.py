@@ -19,9 +19,9 @@ before the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -182,6 +182,15 @@ def sort_concurrently(
     return replace(found, ready=ready)
 
 
+class Part(NamedTuple):
+    """Tables whose gradients are there after ``wait()``; see ``gradient_over_nodes.py``. ``held``
+    is read by others until the end of the call."""
+
+    tables: slice
+    wait: Callable[[], None]
+    held: torch.Tensor
+
+
 def table_gradients(
     grad: torch.Tensor,
     tables: Sequence[torch.Tensor],
@@ -194,6 +203,7 @@ def table_gradients(
     epsilon: float = 0.0,
     compiled: bool = True,
     push: Push | None = None,
+    parts: Sequence[Part] = (),
 ) -> list[torch.Tensor]:
     """Return the gradients of ``tables`` (dense, sparse), or none after a step in place (sgd,
     adagrad).
@@ -203,6 +213,8 @@ def table_gradients(
     compiled : use Triton kernels; otherwise plain torch, which is faster on the CPU.
 
     push : sends ``grad``, launched with the sums.
+
+    parts : tables whose gradients come one part after another, all of them; else all are there.
     """
     if not tables:
         return []
@@ -212,6 +224,8 @@ def table_gradients(
     for table in tables:
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
+        for part in parts:
+            part.wait()
         return _in_torch(
             grad,
             tables,
@@ -248,37 +262,49 @@ def table_gradients(
         (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i])
         for i, t in enumerate(targets)
     ]
-    meta = on_device(tuple(words), grad.device)
     widest = max(table.shape[1] for table in tables)
     elements = 16 // min(tables[0].element_size(), grad.element_size())
     whole = all(t.shape[1] % elements == 0 for t in tables) and all(
         t.data_ptr() % 16 == 0 for t in (grad, *targets)
     )
     whole = whole and (push is None or push.aligned > 1)
-    sum_rows(
-        grad,
-        keys,
-        bags,
-        scales,
-        places,
-        meta,
-        rate,
-        epsilon,
-        factor,
-        first[-1],
-        lookups.batch,
-        tables[0].dtype,
-        widest,
-        number,
-        elements if whole else 1,
-        push=push,
-    )
+    # before the waits: making one may wait for the device
+    metas = [on_device(_of_part(words, part), grad.device) for part in parts or (None,)]
+    for part, meta in zip(parts or (None,), metas, strict=True):
+        if part is not None:
+            part.wait()
+        sum_rows(
+            grad,
+            keys,
+            bags,
+            scales,
+            places,
+            meta,
+            rate,
+            epsilon,
+            factor,
+            first[-1],
+            lookups.batch,
+            tables[0].dtype,
+            widest,
+            number,
+            elements if whole else 1,
+            push=push,
+        )
     if kind == "sparse" and rows is not None:
         return [
             _coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t)
             for i, t in enumerate(tables)
         ]
     return targets if kind == "dense" else []
+
+
+def _of_part(words: list[tuple[int, ...]], part: Part | None) -> tuple[tuple[int, ...], ...]:
+    """What a launch for these tables is told: the others have no columns."""
+    if part is None:
+        return tuple(words)
+    mine = range(len(words))[part.tables]
+    return tuple(word if i in mine else (*word[:2], 0, *word[3:]) for i, word in enumerate(words))
 
 
 def _coo(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ from tileweave.ops.core.registry import (
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts import over_nodes
+from tileweave.ops.experts import scaled_operators as scaled
 from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.experts.gradients import gradient_of_experts
 from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused as run_combine
@@ -67,6 +68,7 @@ from tileweave.ops.experts.routing_plan import (
     words_of,
 )
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
+from tileweave.ops.matmul.scaled_calls import Scaling
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, routes_fused
@@ -84,12 +86,17 @@ def dispatch_grouped_matmul(
     group: Group | None = None,
     max_tokens: int | None = None,
     plan: RoutingPlan | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RoutingPlan]:
     """Send each token to the ranks of its experts, and multiply its rows by the experts' weights.
 
     A token is sent once per rank, and rows are multiplied as they arrive. bfloat16 and float16 on
-    CUDA (float32 unfused), also float32 on the CPU. Sums are computed in float32 and rounded once.
+    CUDA (float32 unfused), also float32 on the CPU, and FP8 with scales of blocks, which sends half
+    the bytes. Sums are computed in float32 and rounded once.
 
     Parameters
     ----------
@@ -114,6 +121,19 @@ def dispatch_grouped_matmul(
 
     plan : RoutingPlan, optional
         Of an earlier call with the same ids, in the same group; saves making it again.
+
+    x_scale : [T, ceil(K/128)], float32, optional
+        Of x of float8_e4m3fn: one scale for 128 elements of a token.
+
+    w_scale : [E_local, ceil(N/128), ceil(K/128)], float32, contiguous, optional
+        Of experts of float8_e4m3fn, contiguous: one scale for 128 x 128 of a weight.
+
+    quantize : ``"block"``, optional
+        Instead of x_scale: x has 16 or 32 bits and is quantised once, before it is sent.
+
+    out_dtype : torch.dtype, optional
+        bfloat16 or float16, of the result of FP8 operands. None: that of x with ``quantize``, else
+        bfloat16.
 
     out : [bound, N], contiguous, optional
         Memory for the result. Not with gradients.
@@ -155,13 +175,17 @@ def dispatch_grouped_matmul(
     Sources: DeepEP; Comet, arXiv 2502.19811.
     """
     name = name_of(group)
+    scaling = Scaling(x_scale, w_scale, quantize, out_dtype)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
+    as_fp8 = check_own(OP, name, scaled.scaling_of, OP, x, experts, scaling, out)
     x = contiguous(x, "x", OP)
     if plan is None:
         assert topk_ids is not None, "checked above: there is a plan or there are ids"
         most = x.shape[0] if max_tokens is None else max_tokens
         plan = make_plan(topk_ids, experts.shape[0], most, name)
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
+    if as_fp8 is not None:
+        return scaled.call(OP, (x, x_scale, experts, w_scale, *numbers, *as_fp8), out), plan
     if out is not None:
         _INTO_OUT(x, experts, *numbers, out=out)
         return out, plan
@@ -552,6 +576,10 @@ def explain(
     max_tokens: int | None = None,
     plan: RoutingPlan | None = None,
     group: Group | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Plan[DispatchConfig]:
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing.
 
@@ -561,6 +589,7 @@ def explain(
     if isinstance(topk_ids, int):
         topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
     _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
+    scaled.scaling_of(OP, x, experts, Scaling(x_scale, w_scale, quantize, out_dtype), None)
     if plan is None:
         assert topk_ids is not None, "checked above"
         most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]
@@ -576,21 +605,24 @@ def warmup(
     topk: int,
     *,
     group: Group | None = None,
+    w_scale: torch.Tensor | None = None,
 ) -> Plan[DispatchConfig]:
     """Make one call of ``tokens`` tokens per rank, so that a capture may follow. Collective.
 
-    ``tokens`` is ``max_tokens`` of later calls.
+    ``tokens`` is ``max_tokens`` of later calls. ``w_scale``: of experts of FP8.
     """
     if tokens < 0 or topk < 1:
         raise InputError(
             f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; "
             "remedy: pass sizes of one rank"
         )
-    x = experts.new_zeros(tokens, experts.shape[2])
+    fp8: dict[str, Any] = {} if w_scale is None else {"w_scale": w_scale, "quantize": "block"}
+    dtype = experts.dtype if w_scale is None else torch.bfloat16
+    x = experts.new_zeros(tokens, experts.shape[2], dtype=dtype)
     ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=experts.device)
     with torch.no_grad():
-        dispatch_grouped_matmul(x, experts, ids, group=group)
-    return explain(x, experts, topk, group=group)
+        dispatch_grouped_matmul(x, experts, ids, group=group, **fp8)
+    return explain(x, experts, topk, group=group, **fp8)
 
 
 SPEC = OperatorSpec(
@@ -614,4 +646,5 @@ SPEC = OperatorSpec(
     reference=reference.dispatch_grouped_matmul,
     kernel="tileweave.kernels.experts.dispatch_triton",
     dual="grouped_matmul_combine",
+    define_more=scaled.define_dispatch,
 )

@@ -93,19 +93,21 @@ def run_fused(
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
     needs: int = 0,
+    w_scale: torch.Tensor | None = None,
 ) -> tuple[Peers, torch.Tensor | None]:
     """Make the fused call: x [T, K], experts [E_local, N, K] -> y [bound, N].
 
     ``kept`` [R - 1, max_tokens, K] takes those tokens of peers that have an expert here. Until the
     next call they are also in the slot of the endpoint that is returned. The second result is
     [bound, K], the token of each row, if the kernel has gathered them. ``needs``: what else ranks
-    must agree on in this call.
+    must agree on in this call. ``w_scale``: of experts of FP8, with packed tokens x [T, pitch], as
+    bytes.
     """
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
     # the number of tokens may differ between calls
-    key = (experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)
+    key = (experts.shape, experts.stride(), x.dtype, y.dtype, plan.max_tokens, plan.topk, config)
     found: Any = instance.cache.get(key)
     if found is None:
         instance.reserve(
@@ -129,7 +131,8 @@ def run_fused(
     instance.begin(found[1] + needs)
     peers = endpoint(instance, x.dtype)
     try:
-        rows = found[0](x, experts, y, plan.fields)
+        scales = () if w_scale is None else (w_scale,)
+        rows = found[0](x, experts, y, plan.fields, *scales)
         if kept is not None and kept.numel():
             from tileweave.kernels.experts.rows import keep_tokens
 
@@ -146,6 +149,10 @@ def _counters() -> int:
 
 
 def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tensor | None]]:
+    if config.kernel == "hopper" and config.scaled:
+        from tileweave.kernels.experts.dispatch_hopper_scaled import launcher as scaled_launcher
+
+        return scaled_launcher
     if config.kernel == "hopper" and config.ordered:
         from tileweave.kernels.experts.dispatch_hopper_ordered import launcher as ordered_launcher
 

@@ -47,10 +47,12 @@ from tileweave.ops.core.registry import (
 )
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts import over_nodes
+from tileweave.ops.experts import scaled_operators as scaled
 from tileweave.ops.experts.gradients import combine_gradients
 from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, problem_of, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
+from tileweave.ops.matmul.scaled_calls import Scaling
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.topology import Topology
@@ -66,15 +68,18 @@ def grouped_matmul_combine(
     topk_weights: torch.Tensor | None = None,
     *,
     group: Group | None = None,
+    y_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply rows by their experts' weights, and return the weighted sum of each token's rows to
     its rank.
 
-    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU. Products are rounded to
-    the dtype of y. Each rank adds the products of a token in float32 in order of j and rounds; the
-    token's rank adds these partial sums in float32 in rank order, its own unrounded, and rounds
-    once.
+    bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU, and FP8 with scales of
+    blocks. Products are rounded to the dtype of the result. Each rank adds the products of a token
+    in float32 in order of j and rounds; the token's rank adds these partial sums in float32 in rank
+    order, its own unrounded, and rounds once.
 
     Parameters
     ----------
@@ -95,13 +100,22 @@ def grouped_matmul_combine(
         The ranks that call together: a group, its name, or a DeviceMesh of one dimension. None:
         the default group.
 
+    y_scale : [bound, ceil(I/128)], float32, optional
+        Of y of float8_e4m3fn, as ``tw.swiglu(..., quantize="block")`` returns it.
+
+    w_scale : [E_local, ceil(H/128), ceil(I/128)], float32, contiguous, optional
+        Of experts of float8_e4m3fn, contiguous: one scale for 128 x 128 of a weight.
+
+    out_dtype : torch.dtype, optional
+        bfloat16 or float16, of the result of FP8 operands, and of what is sent. None: bfloat16.
+
     out : [T, H], contiguous, optional
         Memory for the result. Not with gradients.
 
     Returns
     -------
     z : [T, H]
-        With the dtype of y. A token without an expert gets 0.
+        With the dtype of y, or out_dtype. A token without an expert gets 0.
 
     Raises
     ------
@@ -122,6 +136,10 @@ def grouped_matmul_combine(
     name = name_of(group)
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
+    scaling = Scaling(y_scale, w_scale, None, out_dtype)
+    as_fp8 = check_own(OP, name, scaled.scaling_of, OP, y, experts, scaling, out)
+    if as_fp8 is not None:
+        return scaled.call(OP, (y, y_scale, experts, w_scale, *sizes, name, *as_fp8), out)
     if out is not None:
         _INTO_OUT(y, experts, *sizes, name, out=out)
         return out
@@ -393,11 +411,21 @@ def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, *ctx.saved_tensors, *ctx.sizes
 
 
-def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[CombineConfig]:
+def explain(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    *,
+    y_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Plan[CombineConfig]:
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
-    check_inputs(y, experts, plan, None, None)
+    scaling = Scaling(y_scale, w_scale, None, out_dtype)
+    if scaled.scaling_of(OP, y, experts, scaling, None) is None:
+        check_inputs(y, experts, plan, None, None)
     return plan_call(plan, experts, known_topology_of(plan.group_name, plan.world_size))
 
 
@@ -422,4 +450,5 @@ SPEC = OperatorSpec(
     reference=reference.grouped_matmul_combine,
     kernel="tileweave.kernels.experts.combine_triton",
     dual="dispatch_grouped_matmul",
+    define_more=scaled.define_combine,
 )

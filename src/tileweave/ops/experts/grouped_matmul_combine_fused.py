@@ -11,7 +11,7 @@ import torch
 
 from tileweave.ops.core.registry import endpoint, number_of, workspace_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, shape_of
-from tileweave.planning.combine import CombineConfig, slot_bytes
+from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, slot_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 from tileweave.transport.workspace import REGISTRY, Instance
 
@@ -26,8 +26,12 @@ def run_fused(
     out: torch.Tensor,
     group_name: str,
     config: CombineConfig,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Make the fused call: y [bound, I], experts [E_local, H, I], weights [T, k]; out [T, H]."""
+    """Make the fused call: y [bound, I], experts [E_local, H, I], weights [T, k]; out [T, H].
+
+    ``scales``: of FP8 y and experts.
+    """
     from tileweave.kernels.experts import combine_triton as kernel
 
     workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
@@ -35,17 +39,25 @@ def run_fused(
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     instance = workspace.instance(OP, "sm")
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
-    called = (OP, y.dtype, weights is None)
-    products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
+    called = (OP, y.dtype, out.dtype, weights is None)
+    products = torch.empty(y.shape[0], shape.cols, dtype=out.dtype, device=y.device)
     # a hash of integers: the same in every process
     instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))
-    peers = endpoint(instance, y.dtype)
+    peers = endpoint(instance, out.dtype)
     tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
     try:
-        if config.kernel == "hopper" and _fits(y, experts, out, config):
+        rank, num_sms = transport.rank, transport.machine.num_sms
+        hopper = config.kernel == "hopper" and _fits(y, experts, out, config)
+        if hopper and scales is not None:
+            launch = _scaled_launcher(instance, y, scales[0], out.dtype, shape, config)
+            launch(*tensors, *scales)
+        elif hopper:
             _launcher(instance, y, experts, shape, config)(*tensors)
         else:
-            kernel.launch(peers, *tensors, shape, config, transport.rank, transport.machine.num_sms)
+            if config.kernel == "hopper" and scales is not None:
+                config = SCALED_PORTABLE
+            of_fp8 = {} if scales is None else {"scales": scales}
+            kernel.launch(peers, *tensors, shape, config, rank, num_sms, **of_fp8)
     finally:
         instance.launched()
 
@@ -87,5 +99,27 @@ def _launcher(
             y.shape[0],
             y.stride(0),
         )
+        instance.keep(key, found)
+    return found  # type: ignore[return-value]
+
+
+def _scaled_launcher(
+    instance: Instance,
+    y: torch.Tensor,
+    y_scale: torch.Tensor,
+    dtype: torch.dtype,
+    shape: GroupedProblem,
+    config: CombineConfig,
+) -> Callable[..., None]:
+    """Launches of the Hopper kernel for FP8 operands of one shape, made once. ``dtype``: of the
+    result."""
+    from tileweave.kernels.experts.combine_hopper_scaled import launcher
+
+    key = (shape, config, y.shape[0], y.stride(0), y_scale.stride(), dtype)
+    found = instance.cache.get(key)
+    if found is None:
+        transport = instance.transport
+        peers, num_sms = endpoint(instance, dtype), transport.machine.num_sms
+        found = launcher(peers, shape, config, transport.rank, num_sms, y, y_scale, dtype)
         instance.keep(key, found)
     return found  # type: ignore[return-value]

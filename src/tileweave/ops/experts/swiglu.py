@@ -1,4 +1,5 @@
-"""swiglu: silu(gate) * up between the two matmuls of experts, on the rows of a plan."""
+"""swiglu: silu(gate) * up between the two matmuls of experts, on the rows of a plan; quantised in
+the same launch for a second matmul of FP8."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, interpreting
 from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows
 from tileweave.ops.matmul.inputs import DTYPES
+from tileweave.ops.matmul.quantize import quantize_rows
+from tileweave.ops.matmul.scaled import FP8, blocks, refuse_gradients
 
-_SWIGLU = operator("swiglu")
+_SWIGLU, _QUANTIZED = operator("swiglu"), operator("swiglu_quantized")
 
 
-def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """silu(gate) * up of each row of ``plan``.
+def swiglu(y: torch.Tensor, plan: RoutingPlan, quantize: str | None = None) -> Any:
+    """silu(gate) * up of each row of ``plan``, as FP8 with ``quantize``.
 
     Parameters
     ----------
@@ -27,10 +30,16 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     plan : RoutingPlan
         The plan that was returned with y.
 
+    quantize : ``"block"``, optional
+        Quantise the result, as :func:`tileweave.quantize` does: no gradients. None: keep the dtype
+        of y.
+
     Returns
     -------
-    [bound, I]
-        Computed in float32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and
+    [bound, I], or with ``quantize`` (data, scale)
+        data [bound, I] is float8_e4m3fn, scale [bound, ceil(I/128)] float32: the y and ``y_scale``
+        of :func:`grouped_matmul_combine`. Computed in float32 and rounded once to the dtype of
+        y. Rows from ``plan.offsets[-1]`` on are not read, and
         undefined, and so are those rows of the gradient of y: sums over rows must leave them out
         (see :func:`dispatch_grouped_matmul`).
 
@@ -49,14 +58,22 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         "[bound, 2 I] on the device of the plan",
         "pass what dispatch_grouped_matmul returned, both of one call",
     )
-    return _SWIGLU(y, plan.table, plan.local_experts)
+    require(
+        quantize in (None, "block"),
+        f"quantize={quantize!r}",
+        "'block' or None",
+        "pass one of these",
+    )
+    of = _SWIGLU if quantize is None else _QUANTIZED
+    return of(y, plan.table, plan.local_experts)
 
 
 def _runs_compiled(y: torch.Tensor) -> bool:
     return y.is_cuda or interpreting()
 
 
-def _forward(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
+def check(y: torch.Tensor) -> None:
+    """Raise :class:`InputError` for rows that the kernels do not take."""
     asked = f"y {tuple(y.shape)} {y.dtype} with strides {y.stride()}"
     fits = (
         y.dim() == 2
@@ -71,6 +88,10 @@ def _forward(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tens
         "[bound, 2 I], contiguous, float16, bfloat16, float32",
         "pass what dispatch_grouped_matmul returned",
     )
+
+
+def _forward(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
+    check(y)
     if not _runs_compiled(y):
         return reference.swiglu(y)
     from tileweave.kernels.experts import rows as expert_rows
@@ -124,4 +145,37 @@ define(
     "swiglu_backward(Tensor grad, Tensor y, Tensor offsets, int experts) -> Tensor",
     _backward_implementation,
     _backward_fake,
+)
+
+
+# --- Quantised ---
+
+
+def _quantized(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
+    check(y)
+    refuse_gradients(y)
+    bound, cols = y.shape[0], y.shape[1] // 2
+    if not _runs_compiled(y):
+        data, scale = quantize_rows(reference.swiglu(y), "block")
+        return data, scale.t()
+    from tileweave.kernels.experts import rows as expert_rows
+
+    data = y.new_empty(bound, cols, dtype=torch.uint8)
+    scale = y.new_empty(blocks(cols), bound, dtype=torch.float32)
+    expert_rows.swiglu_quantized(y, data, scale, offsets, experts)
+    return data.view(FP8), scale.t()
+
+
+def _quantized_fake(
+    y: torch.Tensor, offsets: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, ...]:
+    bound, cols = y.shape[0], y.shape[1] // 2
+    scale = y.new_empty(blocks(cols), bound, dtype=torch.float32)
+    return y.new_empty(bound, cols, dtype=FP8), scale.t()
+
+
+define(
+    "swiglu_quantized(Tensor y, Tensor offsets, int experts) -> (Tensor, Tensor)",
+    _quantized,
+    _quantized_fake,
 )

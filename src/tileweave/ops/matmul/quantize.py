@@ -26,7 +26,8 @@ KINDS = ("tensor", "row", "block", "tile")
 def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to float8_e4m3fn, with float32 scales: ``x`` is about ``data * scale``.
 
-    For operands of ``all_gather_matmul``, ``matmul_reduce_scatter`` and ``matmul_all_reduce``.
+    For operands of ``all_gather_matmul``, ``matmul_reduce_scatter`` and ``matmul_all_reduce``; with
+    ``"block"`` and ``"tile"`` also of the operators of experts.
 
     Parameters
     ----------
@@ -75,7 +76,7 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
                 return quantize(x, kind)
         data, sent = quantize_rows(x.contiguous().view(-1, depth), kind)
         scale = sent.t() if kind == "block" else sent.view(-1, 1)
-        return data.view(x.shape), scale.reshape(*x.shape[:-1], -1)
+        return data.view(x.shape), scale.reshape(*x.shape[:-1], scale.shape[-1])
     return _in_torch(x, kind)
 
 

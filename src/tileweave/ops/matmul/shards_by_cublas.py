@@ -2,8 +2,7 @@
 the product before.
 
 ``kernels/reduce_scatter/sum_shards.py`` has the protocol. The counterpart of
-``cublas.multiply_shards``; for matmuls that are short beside their partial sums, as those of FP8
-operands are.
+``cublas.multiply_shards``. Chunks of ``all_reduce_in_chunks.py`` may be such reduce-scatters.
 """
 
 from __future__ import annotations

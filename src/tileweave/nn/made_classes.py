@@ -1,0 +1,50 @@
+"""Subclasses that are made for the class of a module at run time. Copies and pickles of the module
+find them again."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+
+class MadeClass(type):
+    """The type of classes made by :func:`make_class`."""
+
+
+def make_class(
+    base: type,
+    mixin: type,
+    members: dict[str, Any],
+    made_by: Callable[..., type],
+    *arguments: object,
+) -> type:
+    """A subclass of ``mixin`` and ``base`` with the name of ``base``.
+
+    Parameters
+    ----------
+    base : type
+        The class of a module.
+
+    mixin : type
+        The class in front of it.
+
+    members : dict
+        Attributes of the subclass.
+
+    made_by : callable
+        A function of a module that returns this class for ``base`` and ``arguments``: a pickle has
+        those in place of the class, which no module has.
+    """
+    # a metaclass of the module's own must stay one
+    kind = MadeClass if type(base) in (type, MadeClass) else type(base)
+    space = {**members, "__module__": base.__module__, "_made_by": (made_by, (base, *arguments))}
+    return kind(base.__name__, (mixin, base), space)
+
+
+def _reduce(made: type) -> Any:
+    # a class on top of one of these, as of FSDP2, is not made by the same function
+    return made.__dict__.get("_made_by", made.__qualname__)
+
+
+copyreg.pickle(MadeClass, _reduce)

@@ -1,0 +1,366 @@
+"""The expert operators with FP8 operands: ``torch.ops.tileweave.dispatch_grouped_scaled_matmul``
+and ``grouped_scaled_matmul_combine``.
+
+The public functions of the operators call these where a call has scales. Operands as in
+``scaled.py``; what differs from operands of 16 bits:
+
+dispatch_grouped_matmul : tokens are quantised once, before they are sent, and travel packed: K
+    bytes and their scales. Ranks may have scales of any size.
+
+grouped_matmul_combine : rows and weights are FP8; products are rounded to the dtype of the result,
+    weighted, added and sent as those of 16-bit operands.
+
+Products of each 128 of K are multiplied by their scales and added in float32. No gradients: calls
+with tensors that require them are refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tileweave.errors import require
+from tileweave.ops import reference
+from tileweave.ops.core.debug_agreement import check_together
+from tileweave.ops.core.nodes import topology_of
+from tileweave.ops.core.operator import operator
+from tileweave.ops.core.registry import debugging, define, group_of, interpreting, log_fallback
+from tileweave.ops.experts import dispatch_grouped_matmul_fused, grouped_matmul_combine_fused
+from tileweave.ops.experts.kept_tokens import receive, rows_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, problem_of, routing_plan
+from tileweave.ops.experts.scaled import (
+    ScaledExperts,
+    ScaledRows,
+    check_placed,
+    check_scaled_experts,
+    multiply_rows,
+    packed,
+    unpacked,
+)
+from tileweave.ops.matmul.inputs import check_shape, check_traced
+from tileweave.ops.matmul.scaled import FP8, OUT_DTYPES, refuse_gradients
+from tileweave.ops.matmul.scaled_calls import Scaling
+from tileweave.planning.combine import CombineConfig, plan_combine
+from tileweave.planning.problem import Plan
+from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
+from tileweave.planning.topology import Topology
+
+DISPATCH, COMBINE = dispatch_grouped_matmul_fused.OP, grouped_matmul_combine_fused.OP
+NAMES = {DISPATCH: "dispatch_grouped_scaled_matmul", COMBINE: "grouped_scaled_matmul_combine"}
+
+
+def scaling_of(
+    op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling, out: torch.Tensor | None
+) -> tuple[str, ...] | None:
+    """Check what the schema of the torch operator has no place for. Returns its last arguments;
+    None for a call without FP8. x: y of ``grouped_matmul_combine``."""
+    if not given.given:
+        return None
+    refuse_gradients(x, given.x_scale, experts, given.w_scale, out)
+    dtype = given.out_dtype
+    if dtype is None:
+        dtype = torch.bfloat16 if x.dtype in (FP8, torch.float32) else x.dtype
+    out_dtype, quantize = str(dtype).removeprefix("torch."), given.quantize or ""
+    name = "x" if op == DISPATCH else "y"
+    check_scaled_experts(x, given.x_scale, experts, given.w_scale, quantize, out_dtype, name)
+    return (out_dtype, quantize) if op == DISPATCH else (out_dtype,)
+
+
+def _multiply(
+    rows: ScaledRows, experts: ScaledExperts, plan: RoutingPlan, y: torch.Tensor
+) -> torch.Tensor:
+    """y = rows times the weights of their experts."""
+    if y.is_cuda or interpreting():
+        multiply_rows(rows, experts, plan.offsets, y)
+        return y
+    return y.copy_(reference.grouped_scaled_matmul(rows, experts, plan.offsets, y.dtype))
+
+
+# --- dispatch_grouped_matmul ---
+
+
+class Dispatch(NamedTuple):
+    """A dispatch as the torch operator gets it."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    experts: torch.Tensor
+    w_scale: torch.Tensor
+    out_dtype: str
+    quantize: str
+    out: torch.Tensor | None
+
+    def check(self, plan: RoutingPlan) -> None:
+        """Raise :class:`InputError` for what does not fit, before anything is sent."""
+        check_scaled_experts(
+            self.x,
+            self.x_scale,
+            self.experts,
+            self.w_scale,
+            self.quantize,
+            self.out_dtype,
+            "x",
+        )
+        require(
+            self.x.is_contiguous(),
+            lambda: f"x with strides {self.x.stride()}",
+            "a contiguous x",
+            "pass x.contiguous()",
+        )
+        like = (plan.bound, self.experts.shape[1], OUT_DTYPES[self.out_dtype])
+        check_placed(plan, self.out, like, self.x, self.x_scale, self.experts, self.w_scale)
+        if self.x.shape[0] > plan.max_tokens:
+            require(
+                False,
+                f"x of {self.x.shape[0]} tokens",
+                f"at most {plan.max_tokens}",
+                "pass the ids of these tokens, or their plan",
+            )
+
+
+def plan_of_dispatch(
+    experts: torch.Tensor, plan: RoutingPlan, ranks: Topology
+) -> Plan[DispatchConfig]:
+    """The plan of this call, the same on every rank."""
+    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
+    return plan_dispatch(*sizes, interpreting())
+
+
+def dispatch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    experts: torch.Tensor,
+    w_scale: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    out_dtype: str,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Dispatch(x, x_scale, experts, w_scale, out_dtype, quantize, out)
+    plan = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
+    refuse_gradients(x, x_scale, experts, w_scale, out)
+    if debugging():
+        signature = {
+            "experts": list(experts.shape),
+            "dtype": str(experts.dtype),
+            "out_dtype": out_dtype,
+            "max_tokens": max_tokens,
+            "topk": topk,
+        }
+        check_together(DISPATCH, group_name, signature, partial(call.check, plan))
+    else:
+        call.check(plan)
+    chosen = plan_of_dispatch(experts, plan, topology_of(group_of(group_name), x.device))
+    y = out
+    if y is None:
+        y = x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+    tokens, weights = packed(x, x_scale), ScaledExperts(experts, w_scale)
+    if chosen.config is not None:
+        dispatch_grouped_matmul_fused.run_fused(
+            tokens, experts, plan, y, group_name, chosen.config, w_scale=w_scale
+        )
+        return y
+    log_fallback(DISPATCH, chosen)
+    kept = receive(tokens, plan, group_of(group_name))
+    rows = unpacked(_rows(tokens, kept, plan), x.shape[1])
+    return _multiply(rows, weights, plan, y)
+
+
+def _rows(tokens: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """[bound, pitch]: the packed token of each row."""
+    if not (tokens.is_cuda and plan.bound):
+        return rows_of(tokens, kept, plan)
+    from tileweave.kernels.experts.rows import gather_rows
+
+    wide = (plan.fields, plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
+    # in words of 4 bytes
+    rows = gather_rows(tokens.view(torch.int32), kept.view(torch.int32), *wide)
+    return rows.view(torch.uint8)
+
+
+def _fake_dispatch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    experts: torch.Tensor,
+    w_scale: torch.Tensor,
+    table: torch.Tensor,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    out_dtype: str,
+    quantize: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Dispatch(x, x_scale, experts, w_scale, out_dtype, quantize, out)
+    plan = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
+    check_traced(lambda: call.check(plan))
+    return x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+
+
+# --- grouped_matmul_combine ---
+
+
+class Combine(NamedTuple):
+    """A combine as the torch operator gets it."""
+
+    y: torch.Tensor
+    y_scale: torch.Tensor
+    experts: torch.Tensor
+    w_scale: torch.Tensor
+    weights: torch.Tensor | None
+    out_dtype: str
+    out: torch.Tensor | None
+
+    def check(self, plan: RoutingPlan) -> None:
+        """Raise :class:`InputError` for what does not fit, before anything is sent."""
+        check_scaled_experts(
+            self.y, self.y_scale, self.experts, self.w_scale, "", self.out_dtype, "y"
+        )
+        tensors = (self.y, self.y_scale, self.experts, self.w_scale, self.weights)
+        like = (plan.tokens, self.experts.shape[1], OUT_DTYPES[self.out_dtype])
+        check_placed(plan, self.out, like, *tensors)
+        if self.y.shape[0] != plan.bound or not 0 <= plan.tokens <= plan.max_tokens:
+            require(
+                False,
+                f"y of {self.y.shape[0]} rows, {plan.tokens} tokens",
+                f"{plan.bound} rows, at most {plan.max_tokens} tokens",
+                "pass y of the same dispatch as the plan",
+            )
+        if self.weights is not None:
+            kind = self.weights.dtype
+            require(
+                kind == torch.float32,
+                f"topk_weights {kind}",
+                "float32",
+                "pass topk_weights.float()",
+            )
+            check_shape(
+                "topk_weights",
+                self.weights,
+                (plan.tokens, plan.topk),
+                "one weight for each choice of the plan",
+            )
+
+
+def plan_of_combine(
+    experts: torch.Tensor, plan: RoutingPlan, ranks: Topology
+) -> Plan[CombineConfig]:
+    """The plan of this call, the same on every rank."""
+    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
+    return plan_combine(*sizes, interpreting())
+
+
+def combine(
+    y: torch.Tensor,
+    y_scale: torch.Tensor,
+    experts: torch.Tensor,
+    w_scale: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    out_dtype: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Combine(y, y_scale, experts, w_scale, weights, out_dtype, out)
+    plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
+    refuse_gradients(y, y_scale, experts, w_scale, weights, out)
+    if debugging():
+        common = {
+            "sizes": [*experts.shape, max_tokens, topk],
+            "dtype": f"{y.dtype} to {out_dtype}",
+            "weighted": weights is not None,
+        }
+        check_together(COMBINE, group_name, common, partial(call.check, plan))
+    else:
+        call.check(plan)
+    group = group_of(group_name)
+    chosen = plan_of_combine(experts, plan, topology_of(group, y.device))
+    if chosen.config is not None:
+        z = (
+            y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+            if out is None
+            else out
+        )
+        grouped_matmul_combine_fused.run_fused(
+            y, experts, plan, weights, z, group_name, chosen.config, (y_scale, w_scale)
+        )
+        return z
+    log_fallback(COMBINE, chosen)
+    products = y.new_empty(y.shape[0], experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+    _multiply(ScaledRows(y, y_scale), ScaledExperts(experts, w_scale), plan, products)
+    z = reference.combine_products(products, plan, weights, group)
+    return z if out is None else out.copy_(z)
+
+
+def _fake_combine(
+    y: torch.Tensor,
+    y_scale: torch.Tensor,
+    experts: torch.Tensor,
+    w_scale: torch.Tensor,
+    table: torch.Tensor,
+    weights: torch.Tensor | None,
+    tokens: int,
+    max_tokens: int,
+    topk: int,
+    group_name: str,
+    out_dtype: str,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    call = Combine(y, y_scale, experts, w_scale, weights, out_dtype, out)
+    plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
+    check_traced(lambda: call.check(plan))
+    return y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+
+
+# --- Calls, and registration ---
+
+
+def call(op: str, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
+    """Call the torch operator for ``op``; returns out, if given."""
+    if out is None:
+        return operator(NAMES[op])(*args)
+    operator(f"{NAMES[op]}.out")(*args, out=out)
+    return out
+
+
+def _define(name: str, arguments: str, forward: Any, fake: Any) -> None:
+    define(f"{name}({arguments}) -> Tensor", forward, fake)
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        fake(*args, **kwargs)
+
+    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, checked)
+
+
+def define_dispatch() -> None:
+    """Define ``dispatch_grouped_scaled_matmul``."""
+    _define(
+        NAMES[DISPATCH],
+        "Tensor x, Tensor? x_scale, Tensor experts, Tensor w_scale, Tensor table,"
+        " SymInt max_tokens, int topk, str group_name, str out_dtype, str quantize",
+        dispatch,
+        _fake_dispatch,
+    )
+
+
+def define_combine() -> None:
+    """Define ``grouped_scaled_matmul_combine``."""
+    _define(
+        NAMES[COMBINE],
+        "Tensor y, Tensor y_scale, Tensor experts, Tensor w_scale, Tensor table, Tensor? weights,"
+        " SymInt tokens, SymInt max_tokens, int topk, str group_name, str out_dtype",
+        combine,
+        _fake_combine,
+    )
