@@ -123,7 +123,7 @@ def refusals(me: Member) -> None:
         ((o.x, o.w), {"w_scale": o.w_scale, "quantize": "row"}, "scales of blocks"),
         ((o.x, o.w.bfloat16()), {"w_scale": o.w_scale, "quantize": "block"}, "float8_e4m3fn"),
         ((o.x8, o.w), right | {"x_scale": o.x_scale[:, :1]}, "x_scale"),
-        ((o.x8, o.w), right | {"w_scale": o.w_scale[:, :1]}, "w_scale"),
+        ((o.x8, o.w), right | {"w_scale": o.w_scale[..., :1]}, "w_scale"),
         ((o.x8, o.w), right | {"w_scale": o.w_scale.double()}, "float32"),
         ((o.x8, o.w), right | {"out_dtype": torch.float32}, "out_dtype"),
         ((o.x8, narrow), right | {"w_scale": n_scale}, "multiples of 16"),
