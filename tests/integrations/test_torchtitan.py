@@ -6,6 +6,8 @@ an attention that has a backward on the CPU, and no FSDP, which wants a data-par
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.support.worlds import Member, World
+from tests.support.documents import ROOT, blocks_of
+from tests.support.worlds import Member, World, environment_for
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import AuxOutput
 
@@ -296,3 +299,25 @@ def test_other_experts_stay_torchtitans(caplog: pytest.LogCaptureFixture) -> Non
     assert experts(quantised) is quantised
     assert "TorchAOTokenDispatcher" in caplog.text
     assert experts(config) is not config
+
+
+def test_torchtitan_accepts_the_options_of_the_guide() -> None:
+    """In a process of its own: overrides stay in effect."""
+    guide = (ROOT / "docs" / "integrations" / "torchtitan.md").read_text("utf-8")
+    commands = [
+        block.code.replace("\\\n", " ").partition("-m torchtitan.train ")[2]
+        for block in blocks_of(guide)
+        if "-m torchtitan.train " in block.code
+    ]
+    assert len(commands) == 2
+    parse = "import sys; from torchtitan.config.manager import ConfigManager as M; "
+    for command in commands:
+        script = f"{parse}print('takes', M().parse_args(sys.argv[1:]).override.imports)"
+        run = subprocess.run(
+            [sys.executable, "-c", script, *command.split()],
+            env=environment_for("gloo", {}),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert "takes ['tileweave.integrations.torchtitan." in run.stdout, run.stdout + run.stderr

@@ -29,6 +29,7 @@ SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
     ("tileweave.kernels.all_gather.await_shards", "BLOCK", 16),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
+    ("tileweave.kernels.all_reduce.one_shot", "AT_THE_END", tl.constexpr(32)),
     ("tileweave.kernels.all_reduce.norm", "BLOCK", 64),
     ("tileweave.kernels.embedding.jagged", "BLOCK", 4),
     ("tileweave.kernels.embedding.table_sums", "GROUP", 2),
@@ -629,6 +630,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1, 2, 3),
     ),
     OneShot("one shot", triton_config("sm", shots=1), ((3, 17, 17), (5, 33, 12)), norm=False),
+    OneShot("one shot, tall", triton_config("sm", shots=1, tile_m=32), ((32, 17, 12),), norm=False),
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
     AllReduceInChunks(
         "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 9, 17))

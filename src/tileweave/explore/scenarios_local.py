@@ -341,14 +341,14 @@ def quantised(world: World, rank: int, seed: int) -> Found:
     x[seed % rows] = 0
     if seed > 3:
         x[0, depth // 2], x[-1, 1] = float("nan"), float("-inf")
-    for kind in ("row", "block"):
+    for kind, powers in (("row", False), ("row", True), ("block", False), ("block", True)):
         blocks = kind == "block"
         data = torch.zeros(x.shape, dtype=torch.uint8)
         scales = torch.zeros(-(-depth // 128), rows) if blocks else torch.zeros(rows)
-        launch = quantize_launcher(rows, depth, blocks)
+        launch = quantize_launcher(rows, depth, blocks, powers)
         launch(placed(x, 3), data, scales)  # where no 16 bytes begin: another variant
         launch(x, data, scales)
-        want, wide = _in_torch(x, kind)
+        want, wide = _in_torch(x, kind, powers)
         wide = wide.t().contiguous() if blocks else wide.view(-1)
         yield f"scales of a {kind}", scales, wide
         yield f"data by {kind}", data.view(FP8).float(), want.float()

@@ -25,6 +25,8 @@ _INTEGERS: dict[int, tuple[Any, int]] = {
     id(tl.int32): (np.int32, 1 << 31),
     id(tl.int64): (np.int64, 1 << 63),
 }
+# Triton 3.6 takes numbers outside of these as fp64, and -0.0 as 0.0
+_LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _NUMBERS = frozenset(map(id, (tl.int32, tl.int64, tl.float32)))
 _WORDS = frozenset(map(id, (tl.int1, tl.int32, tl.int64)))
 _BYTES = {
@@ -96,7 +98,7 @@ def _number(value: object, kind: Any) -> Any:
         known = _INTEGERS.get(id(kind))
         if known is not None and -known[1] <= value < known[1]:
             return _integer(value, known[0])
-    elif type(value) is float and kind is tl.float32:
+    elif type(value) is float and kind is tl.float32 and _LEAST <= abs(value) <= _MOST:
         return np.array([value], np.float32)
     return None
 
