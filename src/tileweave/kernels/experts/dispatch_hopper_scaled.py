@@ -68,9 +68,6 @@ MULTIPLY_REGISTERS, LOAD_REGISTERS, MOVE_REGISTERS = (
 )
 
 
-PUSH_BYTES = 8192  # of a token that *move* has in flight: a whole one of most models
-
-
 class ScaledPlacement(NamedTuple):
     """Rows in order, as bytes, and which units of them are placed; then scales: those of the rows,
     as float32 that begin with the first of row 0, and those of the experts."""
@@ -232,7 +229,7 @@ def launcher(
     programs, fixed, choices = arguments(peers, config, *common, gathered=False)
     plain = triton_launcher(peers, portable(config, fp8=True), *common)
     (experts, cols, depth), pitch, units = w.shape, pitch_of(w), cdiv(bound, UNIT.value)
-    c = choices._replace(PUSH_BLOCK=PUSH_BYTES)
+    c = choices
 
     def pack(
         x: torch.Tensor,
