@@ -159,7 +159,8 @@ def by_copy_engines(me: Member) -> None:
     pushed = replace(kernel, transport="sm")
     calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
     calls += product((RS,), KINDS, (kernel, pushed))
-    calls += product((AR,), KINDS[::2], (replace(kernel, row_chunks=2),))
+    in_chunks = [replace(each, row_chunks=2) for each in (kernel, library)]
+    calls += product((AR,), KINDS[::2], in_chunks)
     for op, kinds, config in calls:
         # pushed tiles span ranks; of those that copy engines take, the last is not whole; 67 rows
         # are two chunks, and rows that are in both

@@ -95,7 +95,7 @@ _FP8_SCATTER = (
 
 
 _FP8_REDUCE = (
-    *_by_cublas(_REDUCE),
+    *(config for config in _by_cublas(_REDUCE) if config.transport == "sm"),
     *(
         replace(_uncut(wide, slices), row_chunks=chunks)
         for wide in (_FP8_WIDE, replace(_SQUARE, tile_k=128, group_m=8))
