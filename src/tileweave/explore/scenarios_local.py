@@ -393,6 +393,57 @@ def large_sizes(world: World, rank: int, seed: int) -> Found:
     yield "variants are told apart", torch.tensor(same), torch.tensor([False, False])
 
 
+def scaled_rows(world: World, rank: int, seed: int) -> Found:
+    """FP8 rows times the weights of their experts. There is no row after the last one, which the
+    last tile reads no further than; of some seeds rows are further apart than they are long."""
+    from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows, multiply_rows
+    from tileweave.ops.matmul.scaled import FP8
+
+    ends = ((0, 17, 17, 21), (0, 0, 16, 19), (0, 3, 36, 37))[seed % 3]
+    cols, depth = ((144, 32), (16, 144))[seed % 2]
+    rows, experts = ends[-1], len(ends) - 1
+    powers = 2.0 ** whole_numbers((rows, 1 + depth // 128), "scale", seed)
+    w_scale = 2.0 ** whole_numbers((experts, 1 + cols // 128, 1 + depth // 128), "w scale", seed)
+    whole = whole_numbers((rows, depth + 16 * (seed % 3)), "x", seed).to(FP8)
+    x = ScaledRows(whole[:, :depth], powers)
+    w = ScaledExperts(whole_numbers((experts, cols, depth), "w", seed).to(FP8), w_scale)
+    want = torch.full((rows + 3, cols), 7.0, dtype=torch.float16)
+    for expert, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        want[begin:end] = (x.value()[begin:end] @ w.value(expert).t()).half()
+    y, offsets = torch.full_like(want, 7.0), torch.tensor(ends, dtype=torch.int32)
+    for name, part in (("rows", whole), ("scales", powers)):
+        world.know(rank, name, part)
+    multiply_rows(x, w, offsets, y[:rows])
+    yield "products, and nothing after them", y, want
+
+
+def swiglu_in_fp8(world: World, rank: int, seed: int) -> Found:
+    """One row's NaN is of no other row, and of one block of its own."""
+    from tileweave.kernels.experts.rows import swiglu_quantized
+    from tileweave.ops.matmul.quantize import FP8, _in_torch
+
+    rows, wide = 5, (160, 1168, 40)[seed % 3]
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(rows, 2 * wide, generator=generator).half()
+    y[1, wide], y[2, 0] = float("nan"), float("nan")  # what follows the gates, and the row
+    gate, up = y[:-1].float().chunk(2, 1)
+    value = torch.nn.functional.silu(gate) * up
+    numbers, scales = _in_torch(value.half(), "block")
+    data = torch.full((rows, wide), 7, dtype=torch.uint8)
+    got = torch.full((scales.shape[1], rows), 7.0)
+    offsets = torch.tensor([0, 3, rows - 1], dtype=torch.int32)
+    swiglu_quantized(y, data, got, offsets, 2)
+    near_scales = torch.isclose(got[:, :-1].t(), scales, rtol=2e-3, equal_nan=True)
+    yield "scales of blocks", near_scales, torch.ones_like(near_scales)
+    found, numbers = data[:-1].view(FP8).float(), numbers.float()
+    # one step of FP8 apart where a quotient is near a tie
+    right = (found - numbers).abs() <= numbers.abs() / 8 + 2.0**-9
+    right |= found.isnan() & numbers.isnan()
+    yield "numbers", right, torch.ones_like(right)
+    yield "numbers after the last row", data[-1], torch.full_like(data[-1], 7)
+    yield "scales after the last row", got[:, -1], torch.full_like(got[:, -1], 7.0)
+
+
 SCENARIOS = (
     Local("large sizes", large_sizes),
     Local("lookup", lookup),
@@ -401,4 +452,6 @@ SCENARIOS = (
     Local("jagged", jagged),
     Local("rows of experts", expert_rows),
     Local("quantised", quantised),
+    Local("rows of FP8", scaled_rows),
+    Local("swiglu in FP8", swiglu_in_fp8),
 )
