@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -408,7 +409,7 @@ def scaled_rows(world: World, rank: int, seed: int) -> Found:
     x = ScaledRows(whole[:, :depth], powers)
     w = ScaledExperts(whole_numbers((experts, cols, depth), "w", seed).to(FP8), w_scale)
     want = torch.full((rows + 3, cols), 7.0, dtype=torch.float16)
-    for expert, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(ends)):
         want[begin:end] = (x.value()[begin:end] @ w.value(expert).t()).half()
     y, offsets = torch.full_like(want, 7.0), torch.tensor(ends, dtype=torch.int32)
     for name, part in (("rows", whole), ("scales", powers)):
