@@ -150,6 +150,8 @@ def _launch_checked(launcher: Launcher, given: tuple[Any, ...]) -> None:
 def _packed(launcher: Launcher, given: tuple[Any, ...]) -> tuple[Any, dict[str, Any], list[Any]]:
     """(variant, what the kernel is given by dotted names, its arguments) of a call. The words that
     a later launch of this variant would change must be those of the arguments that they name."""
+    if launcher.programs < 1:
+        raise ValueError(f"{launcher.kernel}: a launch of no programs, which ends no call")
     variant, words, changing, _ = launcher._pack(*given)
     named = {**launcher.fixed, **changing()}
     values = flat(named)
