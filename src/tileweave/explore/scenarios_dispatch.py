@@ -195,7 +195,7 @@ _CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2
 DISPATCH = (
     Routing("few", (3, 4)),
     Routing("many experts", (5,), None, 3, 3),
-    Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
+    Routing("sorted", (3, 4), RoutingCut(2, 4, 1), 3, programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
     Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
