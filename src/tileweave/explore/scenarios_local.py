@@ -149,6 +149,7 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     indices = [row for row, run in enumerate(runs) for _ in range(run)]
     draw.shuffle(indices)
     half = draw.randrange(len(indices) + 1)  # the first table has these positions
+    half = len(indices) if seed in (2, 5, 6) else half  # where runs are to be as above
     edges = sorted(draw.randrange(half + 1) for _ in range(batch - 1))
     more = sorted(draw.randint(half, len(indices)) for _ in range(batch - 1))
     offsets = torch.tensor([0, *edges, half, *more, len(indices)])
