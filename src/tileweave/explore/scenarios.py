@@ -35,8 +35,9 @@ SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.embedding.table_sums", "GROUP", 2),
     ("tileweave.kernels.embedding.table_sums", "FLIGHT", 2),
     ("tileweave.kernels.embedding.table_sums", "KEYS", 16),
-    # so that some programs push gradients, and some do not
-    ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),
+    ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),  # others push nothing
+    ("tileweave.kernels.embedding.gradient", "ROWS", 1),
+    ("tileweave.kernels.experts.combine_triton", "PUSH_BLOCK", tl.constexpr(4)),
     ("tileweave.kernels.embedding.gradient", "EVERY", 2),
 )
 # What operands of matmuls are: fp32, fp16, and fp16 with NaN, infinities and minus zero
@@ -322,11 +323,8 @@ class MatmulReduce:
         from tileweave.ops.matmul import matmul_all_reduce_fused, matmul_reduce_scatter_fused
 
         rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        shape = (
-            rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows,
-            cols,
-            depth,
-        )
+        owners = world.size if self.op == "matmul_reduce_scatter" else 1
+        shape = (rows // owners * owners, cols, depth)
         seed = (number + drawn.order) % POOL
         x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
@@ -353,7 +351,10 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
+        kind = instance_of(self.config)
+        yield from end_instance(world, rank, self.op, kind, drawn)
+        if self.config.transport == "sm":  # what is pushed is taken, and zeros are left
+            yield "left in slots", int(world.workspace(rank).instance(self.op, kind).slots.any()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -556,7 +557,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1,),
         captured=True,
     ),
-    ConcurrentGather("concurrent gather", ((2, 16), (3, 8))),
+    ConcurrentGather("concurrent gather", ((2, 16), (3, 8), (1, 8))),
     ConcurrentGather("concurrent gather, captured", ((2, 16),), captured=True),
     MatmulReduce(
         "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 17, 17)), (1, 2, 3)

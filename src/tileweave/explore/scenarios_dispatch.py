@@ -102,7 +102,9 @@ class Dispatch:
             most, self.topk, self.experts, self.sizes, world.size, rank, seed
         )
         experts = experts.clone()
-        if seed % 2:
+        if self.sizes[1] == 1:  # whatever the stride along K is
+            experts = torch.stack((experts, experts), 3)[..., 0]
+        elif seed % 2:
             experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
         world.know(rank, "plan", plan.table)
         y = unwritten(torch.empty(plan.bound, self.sizes[0]))
@@ -193,12 +195,13 @@ _CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2
 DISPATCH = (
     Routing("few", (3, 4)),
     Routing("many experts", (5,), None, 3, 3),
-    Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
+    Routing("sorted", (3, 4), RoutingCut(2, 4, 1), 3, programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
     Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
     ),
+    Dispatch("one column", _CUT, (3,), sizes=(8, 1), programs=(2,)),
     ScaledDispatch(
         "packed FP8", replace(_CUT, tile_n=128, tile_k=128), (3, 4), sizes=(16, 16), programs=(2, 3)
     ),

@@ -86,6 +86,10 @@ class EmbeddingBag:
         instance = world.workspace(rank).instance(self.op, "sm")
         yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
         yield "programs that left", int(instance.control[1]), 0
+        most = max(-(-batch // world.size) for batch in self.batches)
+        rows = most * EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size).width
+        regions = instance.slots.view(torch.float32).view(instance.num_slots, -1)
+        yield "stored after the last rows", int(regions[:, rows:].any()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +220,7 @@ class TableGradient:
 
 _CUT = EmbeddingConfig(4, 2, 1, 1, 1)
 EMBEDDING = (
-    TableGradient("groups", 1, 2, "sm"),
+    TableGradient("groups", 2, 2, "sm"),
     TableGradient("groups by copy engines", 1, 2, "copy_engine"),
     TableGradient("nine tables", 1, 9, "sm"),
     TableGradient("nine tables by copy engines", 1, 9, "copy_engine"),

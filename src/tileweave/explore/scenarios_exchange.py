@@ -150,7 +150,7 @@ SCENARIOS = (
         "library",
         OUT,
         triton_config("sm", kernel="library"),
-        ((16, 16, 16), (5, 8, 16)),
+        ((16, 16, 16), (5, 52, 16)),
         _ALL,
         (1, 2, 3),
     ),
@@ -173,6 +173,9 @@ SCENARIOS = (
     ),
     Exchanged(
         "sm", IN, triton_config("sm"), ((16, 16, 16), (5, 17, 17)), _ALL, (1, 2, 3), kept=True
+    ),
+    Exchanged(
+        "sm, cut", IN, triton_config("sm", tile_k=8), ((16, 16, 48),), (_PROJECTION,), (2, 3)
     ),
     Exchanged(
         "library",

@@ -13,6 +13,7 @@ from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
+from tileweave.ops.matmul.scaled import BLOCK, FP8
 from tileweave.planning.combine import CombineConfig
 from tileweave.transport.protocol import EPOCH
 
@@ -29,6 +30,7 @@ class Combine:
     weighted: bool = True
     sizes: tuple[int, int] = (16, 8)
     experts: int = 2  # of a rank
+    scaled: bool = False  # operands are FP8, with scales of blocks
     op: str = "grouped_matmul_combine"
     programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
@@ -43,20 +45,33 @@ class Combine:
 
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
+        group = world.ranks[rank].group
         y, experts, plan, weights, want = combine_operands(
             tokens, self.topk, self.sizes, self.experts, world.size, rank, seed, self.weighted
         )
-        if seed % 2:
+        world.know(rank, "plan", plan.table)
+        scales = None
+        if self.scaled:
+            places = torch.arange(1 + self.sizes[1] // BLOCK) + seed
+            of_rows = 2.0 ** ((torch.arange(y.shape[0])[:, None] + places) % 4)
+            of_experts = 2.0 ** ((torch.arange(self.experts)[:, None, None] + places) % 3)
+            y, experts, want = in_fp8(y, of_rows), in_fp8(experts, of_experts), want.half()
+            scales = of_rows, of_experts
+        elif seed % 2:
             experts = experts.transpose(1, 2).contiguous().transpose(1, 2)
         out = unwritten(want)
-        world.know(rank, "plan", plan.table)
-        run_fused(y, experts, plan, weights, out, world.ranks[rank].group, self.config)
+        run_fused(y, experts, plan, weights, out, group, self.config, scales)
         yield "z", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         instance = world.workspace(rank).instance(self.op, "sm")
         yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
         yield "programs that left", int(instance.control[1]), 0
+
+
+def in_fp8(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The FP8 numbers that represent ``whole`` with these scales of blocks."""
+    return (whole / scale.repeat_interleave(BLOCK, -1)[..., : whole.shape[-1]]).to(FP8)
 
 
 @lru_cache(maxsize=4096)
@@ -129,5 +144,14 @@ EXPERT_SCENARIOS = (
         3,
         sizes=(21, 9),
         experts=3,
+    ),
+    Combine(
+        "FP8",
+        replace(_CUT, tile_n=128, tile_k=128, chunks=1),
+        (3,),
+        2,
+        sizes=(16, 144),
+        scaled=True,
+        programs=(4,),
     ),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -67,7 +68,10 @@ def bags_of(
         indices[draw.randrange(count)] = stray
     if seed % 7 == 4:  # which bags end outside is for the kernel to find out
         offsets[0], offsets[-1] = -2, count + 3
-    return indices, offsets, whole_numbers((count,), "weights", seed).clone() if weighted else None
+    weights = whole_numbers((count,), "weights", seed).clone()
+    rows = max(table.shape[0] for table in tables)
+    weights[(indices < 0) | (indices >= rows)] = float("inf")  # of nothing
+    return indices, offsets, weights if weighted else None
 
 
 def pooled(
@@ -111,14 +115,16 @@ def lookup(world: World, rank: int, seed: int) -> Found:
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
     nothing = torch.zeros(1, 0)
     launch(torch.zeros(4), [], (), *bags, nothing, 1, mean, config)
-    columns = (0, dims[0])
+    apart = int(seed % 3 == 2)  # where all sizes and columns are odd, or no multiple of 4
+    columns = (apart, apart + dims[0])
     words = [
         (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
     ]
     dtype = torch.float16 if seed == 3 else torch.float32
-    out = torch.full((batch, sum(dims)), float("nan"), dtype=dtype)
+    out = torch.full((batch, apart + sum(dims)), 7.0, dtype=dtype)
     launch(torch.tensor(words), tables, columns, *bags, out, batch, mean, config)
-    yield near("out", out, pooled(tables, bags, batch, mean))
+    yield near("out", out[:, apart:], pooled(tables, bags, batch, mean))
+    yield "columns of others", out[:, :apart], torch.full_like(out[:, :apart], 7.0)
 
 
 def table_sums(world: World, rank: int, seed: int) -> Found:
@@ -136,6 +142,10 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     draw.shuffle(runs)
     if seed in (2, 5):  # the last run is long and ends with a tile
         runs = [9, 0, 3, 1, 0, 8 * seed + 3]
+    if (
+        seed == 6
+    ):  # a long run begins with a tile; the last one ends with the second tile of its own
+        runs = [8, 25, 4, 0, 0, 11]
     indices = [row for row, run in enumerate(runs) for _ in range(run)]
     draw.shuffle(indices)
     half = draw.randrange(len(indices) + 1)  # the first table has these positions
@@ -145,6 +155,7 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     chosen = torch.tensor(indices)
     if seed % 2:
         chosen[draw.randrange(len(indices))] = STRAY
+        chosen[0] = STRAY  # in the first table: bags of such positions say nothing of a tile's last
     weights = whole_numbers(chosen.shape, "weights", seed).clone() if seed % 3 == 1 else None
     lookups = Lookups(chosen, offsets, weights, batch, False)
     grad = whole_numbers((batch, sum(dims)), "gradient", rank, seed).clone()
@@ -157,6 +168,7 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
         grad, want, lookups, ordered, 0.5, kind, moments, rate, 1e-3, compiled=False
     )
     keys = ordered.keys if seed % 2 else ordered.keys.int()
+    keys = torch.cat([keys, keys[-1:]])[:-1]  # after them comes what could be one more of the last
     opens = torch.ones_like(keys, dtype=torch.bool)
     opens[1:] = keys[1:] != keys[:-1]
     opens &= keys < first[-1]
@@ -201,11 +213,13 @@ def keys_of_ragged_bags(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.embedding.table_sums import find_keys
     from tileweave.ops.embedding.table_gradient import Lookups, keys_in_torch
 
-    tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], 1 + seed % 3
+    tables, batch = [torch.zeros(5, 4), torch.zeros(6, 4), torch.zeros(3, 4)], (1, 3, 2)[seed % 3]
     seed += 7 * (seed == 4)  # offsets inside
     indices, offsets, _ = bags_of(seed, tables, batch, False)
     # one table has more rows than 32 bits count
     first = [0, 5, 11, 14] if seed < 4 else [0, 5, 2**31 + 5, 2**31 + 8]
+    if seed == 6:  # the last key is the first that 32 bits do not hold
+        first = [0, 5, 2**31 - 3, 2**31]
     if seed == 2:
         indices, offsets = indices[:0], torch.zeros_like(offsets)
     want_keys, want_bags = keys_in_torch(
@@ -224,7 +238,11 @@ def jagged(world: World, rank: int, seed: int) -> Found:
 
     drawn = ((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)), ((0,), (1,), (0,))
     features = drawn[seed % 5]
-    count, samples, size = 1 + max(map(max, features)), 1 + seed % 5, len(features)
+    count, samples, size = (
+        1 + max(map(max, features)),
+        6 if seed == 2 else 1 + seed % 5,
+        len(features),
+    )
     generator = torch.Generator().manual_seed(seed)
     lengths = [
         torch.randint(0, 4, (count * samples,), generator=generator, dtype=torch.int32)
@@ -327,30 +345,40 @@ def _weighed(world: World, rank: int, seed: int, plan, width: int) -> Found:
         yield "weighted rows", weighted, want
 
 
+def guarded(blocks: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for scales [blocks, rows], of one block [rows], and those after them."""
+    whole = torch.zeros(blocks + 1, rows)
+    return whole[0] if blocks == 1 else whole[:blocks], whole[blocks:]
+
+
 def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
     from tileweave.kernels.quantize import quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch
 
-    rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 256), (2, 40))[seed % 5]
+    rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 384), (2, 40))[seed % 5]
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-14, 4, (rows, 1), generator=generator)
     x = (torch.randn(rows, depth, generator=generator) * scale).to(
         (torch.float32, torch.bfloat16)[seed % 2]
     )
     x[seed % rows] = 0
+    if seed == 3:  # scales are 1, and odd numbers above 16 are ties
+        x[1] = torch.arange(depth) % 128 + 1
+        x[1, ::128] = 448
     if seed > 3:
         x[0, depth // 2], x[-1, 1] = float("nan"), float("-inf")
     for kind, powers in (("row", False), ("row", True), ("block", False), ("block", True)):
         blocks = kind == "block"
         data = torch.zeros(x.shape, dtype=torch.uint8)
-        scales = torch.zeros(-(-depth // 128), rows) if blocks else torch.zeros(rows)
+        scales, after = guarded(-(-depth // 128), rows) if blocks else guarded(1, rows)
         launch = quantize_launcher(rows, depth, blocks, powers)
         launch(placed(x, 3), data, scales)  # where no 16 bytes begin: another variant
         launch(x, data, scales)
         want, wide = _in_torch(x, kind, powers)
         wide = wide.t().contiguous() if blocks else wide.view(-1)
         yield f"scales of a {kind}", scales, wide
+        yield f"after the scales of a {kind}", after, torch.zeros_like(after)
         yield f"data by {kind}", data.view(FP8).float(), want.float()
     if depth > 2000:
         return
@@ -362,11 +390,12 @@ def quantised(world: World, rank: int, seed: int) -> Found:
     yield near("norm", out, want)
     for in_blocks in (False, True):
         data = torch.zeros(rows, depth, dtype=torch.uint8)
-        scales = torch.zeros(-(-depth // 128), rows) if in_blocks else torch.zeros(rows)
+        scales, after = guarded(-(-depth // 128) if in_blocks else 1, rows)
         norm_quantize_launcher(rows, depth, in_blocks)(y, gain, eps, data, scales)
         numbers, wide = _in_torch(want, "block" if in_blocks else "row")
         wide = wide.t().contiguous() if in_blocks else wide.view(-1)
         yield near("scales of a norm", scales, wide)
+        yield "after the scales of a norm", after, torch.zeros_like(after)
         # one step of FP8 apart where a quotient is near a tie
         apart = (data.view(FP8).float() - numbers.float()).abs()
         step = numbers.float().abs() / 8 + 2.0**-9
@@ -393,6 +422,57 @@ def large_sizes(world: World, rank: int, seed: int) -> Found:
     yield "variants are told apart", torch.tensor(same), torch.tensor([False, False])
 
 
+def scaled_rows(world: World, rank: int, seed: int) -> Found:
+    """FP8 rows times the weights of their experts. There is no row after the last one, which the
+    last tile reads no further than; of some seeds rows are further apart than they are long."""
+    from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows, multiply_rows
+    from tileweave.ops.matmul.scaled import FP8
+
+    ends = ((0, 17, 17, 21), (0, 0, 16, 19), (0, 3, 36, 37))[seed % 3]
+    cols, depth = ((144, 32), (16, 144))[seed % 2]
+    rows, experts = ends[-1], len(ends) - 1
+    powers = 2.0 ** whole_numbers((rows, 1 + depth // 128), "scale", seed)
+    w_scale = 2.0 ** whole_numbers((experts, 1 + cols // 128, 1 + depth // 128), "w scale", seed)
+    whole = whole_numbers((rows, depth + 16 * (seed % 3)), "x", seed).to(FP8)
+    x = ScaledRows(whole[:, :depth], powers)
+    w = ScaledExperts(whole_numbers((experts, cols, depth), "w", seed).to(FP8), w_scale)
+    want = torch.full((rows + 3, cols), 7.0, dtype=torch.float16)
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        want[begin:end] = (x.value()[begin:end] @ w.value(expert).t()).half()
+    y, offsets = torch.full_like(want, 7.0), torch.tensor(ends, dtype=torch.int32)
+    for name, part in (("rows", whole), ("scales", powers)):
+        world.know(rank, name, part)
+    multiply_rows(x, w, offsets, y[:rows])
+    yield "products, and nothing after them", y, want
+
+
+def swiglu_in_fp8(world: World, rank: int, seed: int) -> Found:
+    """One row's NaN is of no other row, and of one block of its own."""
+    from tileweave.kernels.experts.rows import swiglu_quantized
+    from tileweave.ops.matmul.quantize import FP8, _in_torch
+
+    rows, wide = 5, (160, 1168, 40)[seed % 3]
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(rows, 2 * wide, generator=generator).half()
+    y[1, wide], y[2, 0] = float("nan"), float("nan")  # what follows the gates, and the row
+    gate, up = y[:-1].float().chunk(2, 1)
+    value = torch.nn.functional.silu(gate) * up
+    numbers, scales = _in_torch(value.half(), "block")
+    data = torch.full((rows, wide), 7, dtype=torch.uint8)
+    got = torch.full((scales.shape[1], rows), 7.0)
+    offsets = torch.tensor([0, 3, rows - 1], dtype=torch.int32)
+    swiglu_quantized(y, data, got, offsets, 2)
+    near_scales = torch.isclose(got[:, :-1].t(), scales, rtol=2e-3, equal_nan=True)
+    yield "scales of blocks", near_scales, torch.ones_like(near_scales)
+    found, numbers = data[:-1].view(FP8).float(), numbers.float()
+    # one step of FP8 apart where a quotient is near a tie
+    right = (found - numbers).abs() <= numbers.abs() / 8 + 2.0**-9
+    right |= found.isnan() & numbers.isnan()
+    yield "numbers", right, torch.ones_like(right)
+    yield "numbers after the last row", data[-1], torch.full_like(data[-1], 7)
+    yield "scales after the last row", got[:, -1], torch.full_like(got[:, -1], 7.0)
+
+
 SCENARIOS = (
     Local("large sizes", large_sizes),
     Local("lookup", lookup),
@@ -401,4 +481,6 @@ SCENARIOS = (
     Local("jagged", jagged),
     Local("rows of experts", expert_rows),
     Local("quantised", quantised),
+    Local("rows of FP8", scaled_rows),
+    Local("swiglu in FP8", swiglu_in_fp8),
 )

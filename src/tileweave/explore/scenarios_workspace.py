@@ -371,6 +371,13 @@ def registry(world: World, rank: int, seed: int) -> Found:
 
 def _forked(ours: Registry, groups: list[Any]) -> Found:
     """In a forked process nothing of the parent's is used."""
+    told: list[Any] = []
+    before, os.register_at_fork = os.register_at_fork, lambda **calls: told.append(calls)
+    try:
+        new = Registry()
+    finally:
+        os.register_at_fork = before
+    yield equal("told by the system", told, [{"after_in_child": new._forked}])
     ours.belongs("a", groups[0])
     ours.get("a", CPU_DEVICE, Noting)  # type: ignore[arg-type]
     ours._forked()
@@ -411,7 +418,9 @@ def waits(world: World, rank: int, seed: int) -> Found:
     """Interpreted waits that end in time, or too late, with a clock of their own."""
     control = torch.tensor(workspace._first_words(1.0), dtype=torch.int32)
     report = torch.zeros(protocol.REPORT_WORDS, dtype=torch.int32)
-    signals = torch.tensor([4, 5, 6, -(2**31)], dtype=torch.int32)
+    signals = torch.tensor([4, 0, 6, -(2**31)], dtype=torch.int32)
+    interpreted.HostMemory().release(signals.data_ptr() + 4, 5)
+    yield equal("released", signals.tolist(), [4, 5, 6, -(2**31)])
     tables = torch.tensor([[11, 22], [33, 44]])
     words = torch.tensor([tables[0].data_ptr(), tables[1].data_ptr()])
     control[protocol.TABLES : protocol.RECORD] = words.view(torch.int32)
