@@ -166,6 +166,15 @@ def test_interleavings() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_further_interleavings_over_nodes() -> None:
+    """As many again as above, with other seeds."""
+    report = fuzz(1020, "over nodes", workers=WORKERS, first=10_000, show=False)
+    assert not report.story, report.story
+    assert report.interleavings >= 1000 and report.distinct >= 850, report.distinct
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_mutant_is_found() -> None:
     environment = os.environ | {
