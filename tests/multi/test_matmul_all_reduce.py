@@ -25,6 +25,9 @@ fused = pytest.mark.skipif(
     not has_kernel(AR), reason="the kernel of matmul_all_reduce is not there"
 )
 
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper's")
+
 LIBRARY = MatmulConfig("library", "sm", 16, 256, 64, 1, 8, split_tail=False)
 ONE_SHOT = MatmulConfig("triton", "sm", 16, 64, 128, 5, 4, shots=1)
 
@@ -61,10 +64,8 @@ def test_parity_of_one_shot(largest: World) -> None:
 
 
 @fused
-@pytest.mark.parametrize("kernel", ["hopper", "library"])
+@pytest.mark.parametrize("kernel", [pytest.param("hopper", marks=on_hopper), "library"])
 def test_parity_in_chunks(largest: World, kernel: KernelName) -> None:
-    if kernel == "hopper" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the Gluon kernel is Hopper's")
     config = MatmulConfig(kernel, "copy_engine", 128, 256, 64, 4, 8, num_slices=2)
     config = replace(config, split_tail=False, row_chunks=2)
     shapes = (2048, 1024, 512), (2047, 512, 256), (1026, 520, 200)

@@ -226,10 +226,9 @@ def launcher(
     """Launches for one shape, called with (packed x, w, y, fields of the plan, w_scale). The Triton
     kernel, which has the same protocol, runs where TMA cannot read w."""
     common = (rank, world_size, max_tokens, topk, bound, w, num_sms)
-    programs, fixed, choices = arguments(peers, config, *common, gathered=False)
+    programs, fixed, c = arguments(peers, config, *common, gathered=False)
     plain = triton_launcher(peers, portable(config, fp8=True), *common)
     (experts, cols, depth), pitch, units = w.shape, pitch_of(w), cdiv(bound, UNIT.value)
-    c = choices
 
     def pack(
         x: torch.Tensor,
