@@ -51,7 +51,9 @@ def library(tmp_path: Path) -> dict[str, str]:
     ("target", "unit"), [("sm_80", UNITS[0]), ("sm_90", UNITS[0]), ("sm_90", UNITS[-1])]
 )
 def test_the_order_of_a_transfer(target: str, unit: int, library: dict[str, str]) -> None:
-    how: dict[str, Any] = dict(UNIT=unit, BLOCK=2048, target=target, num_warps=8, extern_libs=library)
+    how: dict[str, Any] = dict(
+        UNIT=unit, BLOCK=2048, target=target, num_warps=8, extern_libs=library
+    )
     words = [1 << 40] * 10
     made = compile_kernel(put_kernel, (CHANNELS,), *words, 1, **how)
     ptx = str(made.ptx)
