@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TILEWEAVE_RAIL", raising=False)
-    assert rail_asked() == "nccl" and heap_bytes() == 1 << 30
+    assert rail_asked() == "nccl" and heap_bytes() == 512 << 20
     for text, asked in (("", "nccl"), ("nccl", "nccl"), ("nvshmem", "nvshmem")):
         monkeypatch.setenv("TILEWEAVE_RAIL", text)
         assert rail_asked() == asked
@@ -88,7 +88,7 @@ class Job:
     """Rank 0 of a job of ``size`` ranks, of which others say ``theirs``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[int], size: int) -> None:
-        self.group, self.theirs, self.told = object(), "memory of NVSHMEM|1024|", []
+        self.group, self.theirs, self.told = object(), "memory of NVSHMEM|512|", []
         monkeypatch.delenv("TILEWEAVE_NVSHMEM_MB", raising=False)
         monkeypatch.setattr(nvshmem, "_HEAPS", [])
         monkeypatch.setattr(nvshmem, "why_missing", lambda: "")
@@ -119,9 +119,9 @@ def test_all_ranks_make_the_heap_once(
     with caplog.at_level(logging.WARNING, "tileweave"):
         heap = job.call()
     assert job.call() is heap
-    assert job.told == [job.theirs, "made 1024 True", job.theirs]
+    assert job.told == [job.theirs, "made 512 True", job.theirs]
     assert [record.message for record in caplog.records] == [
-        "TILEWEAVE_RAIL=nvshmem: all symmetric memory is NVSHMEM's, 1024 MB on each rank; this was "
+        "TILEWEAVE_RAIL=nvshmem: all symmetric memory is NVSHMEM's, 512 MB on each rank; this was "
         "never run across a network"
     ]
 
@@ -142,9 +142,9 @@ def test_what_one_rank_lacks_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="but rank 1: no library; allowed: a torch with"):
         job.call()
     job.theirs = "memory of NVSHMEM|256|"
-    with pytest.raises(InputError, match="TILEWEAVE_NVSHMEM_MB=1024, 256 by rank; allowed"):
+    with pytest.raises(InputError, match="TILEWEAVE_NVSHMEM_MB=512, 256 by rank; allowed"):
         job.call()
-    job.theirs, job.failure = "memory of NVSHMEM|1024|", RuntimeError("Backend in use")
+    job.theirs, job.failure = "memory of NVSHMEM|512|", RuntimeError("Backend in use")
     with pytest.raises(UnsupportedError, match="but rank 0: RuntimeError: Backend in use; allowed"):
         job.call()
     job.failure = None

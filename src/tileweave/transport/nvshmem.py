@@ -44,12 +44,12 @@ def rail_asked() -> str:
 
 
 def heap_bytes() -> int:
-    """The size of the heap: ``TILEWEAVE_NVSHMEM_MB``, default 1024."""
-    text = os.environ.get(MEGABYTES) or "1024"
+    """The size of the heap: ``TILEWEAVE_NVSHMEM_MB``, default 512."""
+    text = os.environ.get(MEGABYTES) or "512"
     if not (text.isascii() and text.isdecimal() and 128 <= int(text) <= 1 << 20):
         raise InputError(
             f"asked: {MEGABYTES}={text!r:.60}; allowed: megabytes, 128 to {1 << 20}; "
-            "remedy: unset it for 1024"
+            "remedy: unset it for 512"
         )
     return int(text) << 20
 
