@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 
 from tileweave.errors import InputError, TileweaveError, require
 from tileweave.transport.nodes import HOST_ID, host_name
+from tileweave.transport.nvshmem import rail_asked
 from tileweave.transport.workspace import kernels_allowed, timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
@@ -206,6 +207,7 @@ def launch(
     # these raise once here, and not on every rank, if a variable is invalid
     timeout_seconds()
     kernels_allowed()
+    rail_asked()
     require(
         1 <= nodes <= world_size and world_size % nodes == 0,
         f"{world_size} ranks on {nodes} nodes",

@@ -23,7 +23,7 @@ from tests.support.worlds import STORE_IN_RANK, Member, one_shot
 
 import tileweave as tw
 from tileweave.transport.protocol import MEETING_US, PUSHED_US, TIMEOUT_US
-from tileweave.transport.workspace import REGISTRY, _first_words
+from tileweave.transport.workspace import REGISTRY, first_words
 
 SECONDS = 1.0
 EXTRA = {STORE_IN_RANK: "1"}
@@ -48,7 +48,7 @@ class Kind:
         found = REGISTRY.find(self.group.group_name, torch.device("cpu"))
         for instance in found.instances.values() if found else ():
             for word in (TIMEOUT_US, MEETING_US, PUSHED_US):  # ranks are prepared without haste
-                instance.control[word] = _first_words(SECONDS)[word]
+                instance.control[word] = first_words(SECONDS)[word]
 
     def call(self) -> str:
         x = torch.full((4, 8), float(dist.get_rank()))

@@ -25,6 +25,7 @@ from tileweave.errors import InputError
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import why_no_kernel
 from tileweave.transport.nodes import host_name
+from tileweave.transport.nvshmem import RAIL, why_missing
 from tileweave.transport.workspace import kernels_allowed
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
@@ -176,7 +177,7 @@ def _devices(count: int) -> list[Fact]:
     )
     facts.append(Fact("shared host memory", text, usable))
     facts.append(Fact("NVLink multicast", "not needed"))
-    facts.append(_nodes())
+    facts += [_nodes(), _nvshmem()]
     for name in sorted(os.environ):
         if name.startswith("TILEWEAVE_") or name == "TRITON_INTERPRET":
             facts.append(Fact(name, os.environ[name]))
@@ -194,6 +195,15 @@ def _nodes() -> Fact:
     nodes = -(-ranks // each)
     between = "" if nodes == 1 else "; in groups over several, see docs/guides/several-nodes.md"
     return Fact(name, f"{nodes} node{'s' * (nodes > 1)} x {each} by torchrun, {here}{between}")
+
+
+def _nvshmem() -> Fact:
+    """Whether ``TILEWEAVE_RAIL=nvshmem`` could be used."""
+    missing = _guarded(why_missing, "this torch has no symmetric memory")
+    if missing:
+        return Fact("NVSHMEM", f"not here: {missing}; NCCL moves data between nodes")
+    asked = f"{RAIL}=nvshmem has it move data between nodes; never run across a network"
+    return Fact("NVSHMEM", f"found; {asked}")
 
 
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:

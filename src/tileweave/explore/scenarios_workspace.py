@@ -118,10 +118,10 @@ def limits(world: World, rank: int, seed: int) -> Found:
             os.environ.pop(f"TILEWEAVE_{name}", None)
             if value is not None:
                 os.environ[f"TILEWEAVE_{name}"] = value
-    words = workspace._first_words(2000.0)
+    words = workspace.first_words(2000.0)
     yield equal("first epoch", words[protocol.EPOCH], 1)
     yield equal("words", len(words), protocol.CONTROL_WORDS)
-    low = [workspace._first_words(0.8)[w] for w in (3, 4, 5)]
+    low = [workspace.first_words(0.8)[w] for w in (3, 4, 5)]
     yield equal("limits", low, [900000, 800000, 1600000])
     yield equal("highest limits", words[3:6], [2**31 - 1, 2000000000, 2**31 - 1])
 
@@ -416,7 +416,7 @@ class _Same:
 
 def waits(world: World, rank: int, seed: int) -> Found:
     """Interpreted waits that end in time, or too late, with a clock of their own."""
-    control = torch.tensor(workspace._first_words(1.0), dtype=torch.int32)
+    control = torch.tensor(workspace.first_words(1.0), dtype=torch.int32)
     report = torch.zeros(protocol.REPORT_WORDS, dtype=torch.int32)
     signals = torch.tensor([4, 0, 6, -(2**31)], dtype=torch.int32)
     interpreted.HostMemory().release(signals.data_ptr() + 4, 5)

@@ -16,11 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from tileweave.errors import InputError
 from tileweave.planning.machine import CPU
 from tileweave.planning.topology import Topology
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.nodes import part_of
+from tileweave.transport.nvshmem import RAIL, Heap
 from tileweave.transport.rail import GlooRail
 from tileweave.transport.rendezvous import Texts
 
@@ -60,6 +62,15 @@ class CpuTransport:
             self._rail = GlooRail(self.group, self.topology, self._texts.number)  # all are here
             self.barrier()  # a rank that closed it now would fail those that still connect
         return self._rail
+
+    def heap(self) -> Heap:
+        raise InputError(
+            f"asked: {RAIL}=nvshmem for tensors on the CPU; allowed: for tensors on CUDA devices; "
+            "remedy: unset it, then gloo moves the data"
+        )
+
+    def exchange(self, text: str) -> list[str]:
+        return self._texts.exchange(text)
 
     def inside(self) -> str:
         return part_of(self.group, self._near, "inside", self._texts, self.device).group_name

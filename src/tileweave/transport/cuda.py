@@ -1,9 +1,9 @@
 """Symmetric memory on GPUs, allocated by torch; ``copy_engine.py`` has the copies.
 
-Only this file and ``rendezvous.py`` use ``torch.distributed._symmetric_memory``, a private API that
-changes between releases. We use it to allocate, to exchange handles and to learn the addresses of
-peers. Signals, epochs and waits are ours: torch's signal pad is shared by everything on a handle,
-and two streams that use it can deadlock.
+Only this file, ``rendezvous.py`` and ``nvshmem.py`` use ``torch.distributed._symmetric_memory``, a
+private API that changes between releases. We use it to allocate, to exchange handles and to learn
+the addresses of peers. Signals, epochs and waits are ours: torch's signal pad is shared by
+everything on a handle, and two streams that use it can deadlock.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.nodes import part_of
+from tileweave.transport.nvshmem import RAIL, Heap, heap_of, rail_asked
 from tileweave.transport.rail import NcclRail
 from tileweave.transport.rendezvous import Meeting
 from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
@@ -156,6 +157,8 @@ class CudaTransport:
             )
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
+        if rail_asked() == "nvshmem":
+            return self._part_of_heap(nbytes)
         local, failure = None, ""
         try:
             local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
@@ -177,6 +180,27 @@ class CudaTransport:
             handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size)
         )
         return SymmetricBuffer(local, addresses, handle)
+
+    def _part_of_heap(self, nbytes: int) -> SymmetricBuffer:
+        heap = self.heap()
+        begin, failure = heap.take(nbytes)
+        places = agree_on_memory(nbytes, failure, str(begin), self.exchange)
+        bases = [heap.bases[dist.get_global_rank(self.group, r)] for r in range(self.world_size)]
+        near = self.topology.near(self.rank)
+        failure = "" if all(bases[r] for r in near) else f"{RAIL}=nvshmem maps no memory of a peer"
+        agree_on_mapping(failure, self.exchange)
+        addresses = tuple(
+            base + int(place) if rank in near else 0
+            for rank, (base, place) in enumerate(zip(bases, places, strict=True))
+        )
+        return SymmetricBuffer(heap.local[begin : begin + nbytes], addresses, heap)
+
+    def heap(self) -> Heap:
+        mapped = self.topology.nodes < self.world_size
+        return heap_of(self.group, self.device, mapped, self.exchange)
+
+    def exchange(self, text: str) -> list[str]:
+        return self._meeting.exchange(text)
 
     def rail(self) -> NcclRail:
         if self._rail is None:

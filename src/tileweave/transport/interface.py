@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from tileweave.planning.machine import Machine
     from tileweave.planning.topology import Topology
+    from tileweave.transport.nvshmem import Heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,10 @@ Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
 class Rail(Protocol):
-    """Collectives of the ranks with the index of this one inside their nodes: on a GPU by NCCL, on
-    a stream of their own; on the CPU by gloo, done when they begin.
+    """Collectives of the ranks with the index of this one inside their nodes: on a GPU by NCCL, or
+    by NVSHMEM if asked, on a stream of their own; on the CPU by gloo, done when they begin.
 
-    On the CPU a rank that does not come is a ``PeerTimeout``; on a GPU NCCL has its own time-out.
+    A rank that does not come is a ``PeerTimeout``; NCCL has its own time-out.
     Tensors are contiguous and of the same shape on all ranks.
     """
 
@@ -152,6 +154,10 @@ class Rail(Protocol):
 
     def join(self) -> None:
         """Order later work after all transfers."""
+        ...
+
+    def check(self) -> None:
+        """Raise what earlier transfers found wrong, if that is known here."""
         ...
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -257,10 +263,20 @@ class Transport(Protocol):
 class Spanning(Transport, Protocol):
     """A transport whose group may be on several nodes."""
 
+    group: dist.ProcessGroup
+
     def rail(self) -> Rail:
         """What reaches other nodes. Collective the first time."""
         ...
 
     def inside(self) -> str:
         """The name of the group of the ranks of this node. Collective the first time."""
+        ...
+
+    def heap(self) -> Heap:
+        """The memory of NVSHMEM, for a rail that uses it. Collective the first time."""
+        ...
+
+    def exchange(self, text: str) -> list[str]:
+        """Collective. The texts of all ranks of the group, see ``rendezvous.Texts``."""
         ...

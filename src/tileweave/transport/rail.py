@@ -39,21 +39,13 @@ from tileweave.transport.workspace import timeout_seconds
 _POLL = 2e-4  # seconds
 
 
-class NcclRail:
-    """A rail whose ranks are ``group``, in the order of their nodes. ``whole``: the group of all
-    nodes."""
+class StreamOfRail:
+    """A stream of a GPU for the transfers of a rail."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, whole: dist.ProcessGroup
-    ) -> None:
-        self._group, self._whole = group, whole
+    def __init__(self, device: torch.device) -> None:
         # its kernels get multiprocessors before those of a matmul that is queued later
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
-        self._me = dist.get_rank(group)
-
-    def agree(self, call: int) -> Mapping[int, int]:
-        return {}
 
     def begin(self, transfer: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -67,6 +59,24 @@ class NcclRail:
         last, self._last = self._last, None
         if last is not None:
             torch.cuda.current_stream().wait_event(last)
+
+
+class NcclRail(StreamOfRail):
+    """A rail whose ranks are ``group``, in the order of their nodes. ``whole``: the group of all
+    nodes."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, whole: dist.ProcessGroup
+    ) -> None:
+        super().__init__(device)
+        self._group, self._whole = group, whole
+        self._me = dist.get_rank(group)
+
+    def agree(self, call: int) -> Mapping[int, int]:
+        return {}
+
+    def check(self) -> None:
+        pass
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         queue_all_gather(out, x, self._group)
@@ -149,6 +159,9 @@ class GlooRail:
         return lambda: None
 
     def join(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:

@@ -30,14 +30,15 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from tileweave.errors import PeerTimeout, RankMismatchError
 from tileweave.transport.group_store import Conversation, ask_store
+from tileweave.transport.nvshmem import RAIL, RAILS, rail_asked
 from tileweave.transport.workspace import timeout_seconds
 
 T = TypeVar("T")
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
-# These decide which meetings a call has.
-_VARIABLES = ("TRITON_INTERPRET", "TILEWEAVE_DEBUG")
+# These decide which meetings a call has, or what moves its data.
+_SWITCHES = ("TRITON_INTERPRET", "TILEWEAVE_DEBUG")
 _CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace begin with it
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
@@ -76,21 +77,20 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
 
 
 def _switches() -> str:
-    """Whether each of :data:`_VARIABLES` is on in this process: a digit each."""
-    return "".join(
-        str(int(os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")))
-        for name in _VARIABLES
-    )
+    """A digit for each variable: whether those of :data:`_SWITCHES` are on in this process, and
+    whether the rail is not NCCL."""
+    on = [os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y") for name in _SWITCHES]
+    return "".join(str(int(each)) for each in [*on, rail_asked() != RAILS[0]])
 
 
 def _refuse_switches(switches: Sequence[str]) -> None:
     """Raise the same error on every rank if a variable is on for some ranks only: these make other
     calls."""
-    for number, name in enumerate(_VARIABLES):
+    for number, setting in enumerate((*(f"{name}=1" for name in _SWITCHES), f"{RAIL}={RAILS[1]}")):
         on = [rank for rank, each in enumerate(switches) if each[number] == "1"]
         if 0 < len(on) < len(switches):
             raise RankMismatchError(
-                f"asked: {name}=1 on ranks {on} only, of {len(switches)}; allowed: the same on "
+                f"asked: {setting} on ranks {on} only, of {len(switches)}; allowed: the same on "
                 "every rank; remedy: set it for all ranks, or for none"
             )
 

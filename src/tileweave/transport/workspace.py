@@ -27,7 +27,7 @@ from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
     from tileweave.planning.problem import Plan
-    from tileweave.transport.interface import SymmetricBuffer, Transport
+    from tileweave.transport.interface import Rail, SymmetricBuffer, Transport
 
 NODES = "nodes"  # the kind of instance whose data also crosses between nodes
 GATHER = "gather"  # the kind of instance of a gather that runs concurrently with other kernels
@@ -74,7 +74,7 @@ def kernels_allowed() -> Kernels:
     )
 
 
-def _first_words(seconds: float) -> list[int]:
+def first_words(seconds: float) -> list[int]:
     """The control block before the first call, if a wait may last ``seconds``."""
     limit, words = int(seconds * 1e6), [0] * protocol.CONTROL_WORDS
     words[protocol.EPOCH] = 1
@@ -144,7 +144,7 @@ class Instance:
         self._report = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
         self.seconds = timeout_seconds()
         self.control = torch.tensor(
-            _first_words(self.seconds), dtype=torch.int32, device=transport.device
+            first_words(self.seconds), dtype=torch.int32, device=transport.device
         )
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
@@ -390,6 +390,7 @@ class Workspace:
         self.instances: dict[tuple[str, str], Instance] = {}
         # the plans of calls whose arguments were checked, by signature
         self.accepted: dict[object, Plan] = BoundedCache()
+        self.rail: Rail | None = None  # of calls over nodes, once there was one
 
     def instance(self, op: str, kind: str) -> Instance:
         """The instance of ``op`` for transport ``kind``. Collective the first time."""
@@ -420,6 +421,8 @@ class Workspace:
     def check(self) -> None:
         for instance in self.instances.values():
             instance.check()
+        if self.rail is not None:
+            self.rail.check()
         self.ledger.compare("the last operator")
 
     def close(self) -> None:

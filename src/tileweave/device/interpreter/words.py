@@ -83,6 +83,15 @@ class HostMemory:
             0 if polls < 50 else min(8e-6 * polls, 2e-3)
         )  # a small part of the time that it has waited
 
+    def put(self, target: int, source: int, nbytes: int, signal: int, value: int) -> None:
+        """Bytes, and then a word of 64 bits, of another rank."""
+        ctypes.memmove(target, source, nbytes)
+        ctypes.c_int64.from_address(signal).value = value
+
+    def acquire_long(self, address: int) -> int:
+        """:meth:`acquire` of a word of 64 bits."""
+        return ctypes.c_int64.from_address(address).value
+
     def idle(self) -> None:
         """Between two polls of data."""
         time.sleep(2e-4)
@@ -97,6 +106,14 @@ class HostMemory:
 
 
 MEMORY = HostMemory()
+
+
+def _not_shared(rank: int, address: int) -> int:
+    raise NotImplementedError("NVSHMEM has no memory on the CPU")
+
+
+# (rank, an address in symmetric memory of this rank) -> the same place of that rank, mapped here
+PLACE_AT: Callable[[int, int], int] = _not_shared
 
 
 def _scalar(value: int, dtype: tl.dtype = tl.int32) -> object:
@@ -221,6 +238,24 @@ def notify_all(
     for i in range(0 if _value(OWN) else 1, size):
         address = ctypes.c_int64.from_address(base + 8 * ((me + i) % size)).value
         notify(address + 4 * _value(offset), epoch)
+
+
+def put(
+    target: object, source: object, nbytes: object, signal: object, value: object, pe: object
+) -> None:
+    to, word = (PLACE_AT(_value(pe), _value(at)) for at in (target, signal))
+    MEMORY.put(to, _value(source), _value(nbytes), word, _value(value))
+
+
+def await_put(signal: object, least: object, control: object) -> object:
+    limit = MEMORY.load(_value(control) + 4 * protocol.TIMEOUT_US) * 1e-6
+    started, polls = MEMORY.seconds(), 0
+    while (seen := MEMORY.acquire_long(_value(signal))) < _value(least):
+        polls += 1
+        MEMORY.pause(polls)
+        if MEMORY.seconds() - started > limit:
+            break
+    return _scalar(seen, tl.int64)
 
 
 def fence() -> None:

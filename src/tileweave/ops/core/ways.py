@@ -17,6 +17,7 @@ from tileweave.errors import CaptureError, RankMismatchError
 from tileweave.ops.core.collectives import enter_launch_order_of, leave_launch_order_of
 from tileweave.ops.core.registry import workspace_of
 from tileweave.transport.interface import Rail, Spanning
+from tileweave.transport.nvshmem import rail_asked
 from tileweave.transport.workspace import CALL, Workspace
 
 
@@ -73,9 +74,19 @@ def _ways(workspace: Workspace) -> Ways:
             near = transport.inside()
             inside = workspace_of(near, transport.device)
         node, local = ranks.node_of[rank], rank % ranks.per_node
-        found = Ways(ranks.nodes, ranks.per_node, node, local, transport.rail(), inside, near)
+        workspace.rail = rail = _rail(transport)
+        found = Ways(ranks.nodes, ranks.per_node, node, local, rail, inside, near)
         _FOUND[workspace] = found
     return found
+
+
+def _rail(transport: Spanning) -> Rail:
+    """What ``TILEWEAVE_RAIL`` asks for. Collective."""
+    if rail_asked() == "nccl":
+        return transport.rail()
+    from tileweave.ops.core.nvshmem_rail import NvshmemRail
+
+    return NvshmemRail(transport)
 
 
 @contextmanager
