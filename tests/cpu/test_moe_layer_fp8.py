@@ -1,0 +1,272 @@
+"""nn.MoE with FP8 experts in CPU worlds: against fp64 of the numbers that its operands represent,
+what it loads, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.support.calls import refusal, run_either
+from tests.support.scaled_experts import by_tiles, value
+from tests.support.worlds import Member, World, Worlds
+from torch.nn.functional import silu
+
+import tileweave as tw
+from tileweave.nn.shards import local
+from tileweave.ops.matmul.quantize import _in_torch
+
+HIDDEN, INNER, TOPK = 144, 80, 2
+WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.fixture
+def world(worlds: Worlds) -> World:
+    return worlds("gloo", 2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer. ``shared``: inner size of its shared expert."""
+
+    experts: int = 4
+    shared: int = 0
+    bias: bool = False
+    hidden_act: str = "silu"
+    tokens: str = "own"
+    dtype: torch.dtype = torch.bfloat16
+
+    def make(self, **options: Any) -> tw.nn.MoE:
+        given = {"fp8": "block", "dtype": torch.bfloat16} | options
+        layer = tw.nn.MoE(
+            HIDDEN,
+            INNER,
+            self.experts,
+            TOPK,
+            shared_intermediate_size=self.shared,
+            hidden_act=self.hidden_act,
+            bias=self.bias,
+            tokens=self.tokens,
+            **given,
+        )
+        return layer.eval()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Of the whole layer, in bfloat16."""
+        generator = torch.Generator().manual_seed(5)
+        e, h, i, s = self.experts, HIDDEN, INNER, self.shared
+        shapes: dict[str, tuple[int, ...]] = {"gate.weight": (e, h)}
+        shapes |= {WEIGHTS[0]: (e, 2 * i, h), WEIGHTS[1]: (e, h, i)}
+        if self.bias:
+            shapes |= {f"{WEIGHTS[0]}_bias": (e, 2 * i), f"{WEIGHTS[1]}_bias": (e, h)}
+        if s:
+            shapes |= {f"shared_experts.{n}_proj.weight": (s, h) for n in ("gate", "up")}
+            shapes["shared_experts.down_proj.weight"] = (h, s)
+        return {
+            name: (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+            for name, shape in shapes.items()
+        }
+
+
+def quantized(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint: experts and shared expert are FP8, with their scales."""
+    found = dict(state)
+    for name, w in state.items():
+        if name in WEIGHTS:
+            found[name], found[f"{name}_scale_inv"] = by_tiles(w)
+        elif name.startswith("shared_experts."):
+            found[name], found[f"{name}_scale_inv"] = _in_torch(w, "tile")
+    return found
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """What is left of rows that are quantised by blocks of 128, in fp64."""
+    return value(*_in_torch(x, "block"))
+
+
+def narrow(x: torch.Tensor, truncated: bool) -> torch.Tensor:
+    """In bfloat16, to which the interpreter truncates. An activation that is a little off may be
+    another FP8 number."""
+    if not truncated:
+        return x.to(torch.bfloat16)
+    return (x.float().view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def expected(
+    kind: Kind, state: dict[str, torch.Tensor], x: torch.Tensor, truncated: bool
+) -> torch.Tensor:
+    """The layer for tokens x, one at a time, in fp64 with the roundings of the layer."""
+    found = quantized(state)
+    of = {
+        name: [value(d, s) for d, s in zip(found[name], found[f"{name}_scale_inv"], strict=True)]
+        for name in WEIGHTS
+    }
+    logits = torch.nn.functional.linear(x, state["gate.weight"].to(x.dtype))
+    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(TOPK, -1)
+    weights = (weights / weights.sum(-1, keepdim=True)).double()
+    sent = rounded(x)
+    z = torch.zeros(x.shape, dtype=torch.float64)
+    for t, (factors, chosen) in enumerate(zip(weights, ids.tolist(), strict=True)):
+        for factor, expert in zip(factors, chosen, strict=True):
+            y = narrow(of[WEIGHTS[0]][expert] @ sent[t], truncated)
+            if kind.bias:
+                y = y + state[f"{WEIGHTS[0]}_bias"][expert]
+            gate, up = y.chunk(2)
+            if kind.hidden_act == "silu":
+                h = narrow(silu(gate.float()) * up.float(), truncated)
+            else:  # of torch, in bfloat16
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                h = gate * (1.702 * gate).sigmoid() * (up + 1)
+            product = of[WEIGHTS[1]][expert] @ rounded(h[None])[0]
+            if kind.bias:
+                product = product + state[f"{WEIGHTS[1]}_bias"][expert].double()
+            z[t] += factor * product
+    if kind.shared:
+        w = {
+            n: value(found[n], found[f"{n}_scale_inv"])
+            for n in found
+            if "shared" in n and not n.endswith("_inv")
+        }
+        gate, up = (x.double() @ w[f"shared_experts.{n}_proj.weight"].t() for n in ("gate", "up"))
+        z += (silu(gate) * up) @ w["shared_experts.down_proj.weight"].t()
+    return z
+
+
+def tokens(kind: Kind, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0 if kind.tokens == "replicated" else rank)
+    return torch.randn(5, HIDDEN, generator=generator).to(kind.dtype)
+
+
+def error(me: Member, kind: Kind, interpreted: bool) -> float:
+    """How far a layer that has loaded a checkpoint is off, relative to the norm."""
+    layer, x = kind.make(), tokens(kind, me.rank)
+    layer.load_state_dict(quantized(kind.state()))
+    with torch.no_grad():
+        z = layer(x)
+    assert z.shape == x.shape and z.dtype == x.dtype
+    want = expected(kind, kind.state(), x, interpreted)
+    return float((z.double() - want).norm() / want.norm())
+
+
+KINDS = {
+    "shared": Kind(shared=48),
+    "uneven": Kind(experts=3, dtype=torch.float32),
+    "gpt-oss": Kind(bias=True, hidden_act="clamped_swiglu", tokens="replicated"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_checkpoint_computes_what_it_represents(world: World, name: str) -> None:
+    for interpreted in (True, False):
+        found = run_either(world, interpreted, error, KINDS[name], interpreted)
+        # tokens or activations that were not quantised would be off by 3e-2
+        assert max(found) < 1e-2, interpreted
+
+
+def ways(me: Member) -> None:
+    """All ways to quantise give the bits of the checkpoint, also with DTensors and a state_dict."""
+    for kind in (Kind(), Kind(experts=3)):
+        state = kind.state()
+        checkpoint, plain = quantized(state), kind.make(fp8=None)
+        plain.load_state_dict(state)
+        loaded, from_plain, again, from_dtensors = (kind.make() for _ in range(4))
+        loaded.load_state_dict(checkpoint)
+        from_plain.load_state_dict(state)
+        from_dtensors.load_state_dict(plain.state_dict())
+        again.load_state_dict(loaded.state_dict())
+        kept = plain.experts.gate_up_proj
+        assert plain.quantize_experts() is plain and plain.quantize_experts().experts is not kept
+        for other in (from_plain, from_dtensors, again, plain):
+            assert other.state_dict().keys() == checkpoint.keys() and "fp8" in repr(other)
+            for (name, a), b in zip(loaded.named_parameters(), other.parameters(), strict=True):
+                assert a.dtype == b.dtype and a.shape == b.shape == checkpoint[name].shape, name
+                mine, theirs = (local(t).detach().contiguous().view(torch.uint8) for t in (a, b))
+                assert torch.equal(mine, theirs), name
+                assert not a.requires_grad or "experts" not in name
+        first = loaded.experts.each * me.rank
+        own = local(loaded.experts.gate_up_proj).view(torch.uint8)
+        want = checkpoint[WEIGHTS[0]].view(torch.uint8)[first : first + len(own)]
+        assert torch.equal(own, want)
+
+
+def test_all_ways_to_quantize_give_the_same_bits(world: World) -> None:
+    world.run(ways)
+
+
+def fresh(me: Member) -> list[float]:
+    """The largest numbers of new experts, and of the router after them."""
+    torch.manual_seed(3)
+    layer = Kind(experts=3, shared=16).make()
+    w = local(layer.experts.down_proj).float() * 1.0
+    scale = local(layer.experts.down_proj_scale_inv)
+    wide = scale.repeat_interleave(128, 1)[:, :HIDDEN].repeat_interleave(128, 2)[..., :INNER]
+    on_meta = Kind().make(device="meta")
+    on_meta.to_empty(device="cpu").load_state_dict(quantized(Kind().state()))
+    assert layer.shared_experts is not None
+    return [
+        float((w * wide).abs().max()),
+        float(layer.shared_experts.down_proj.weight.to_local().sum()),
+    ]
+
+
+def test_new_experts_are_drawn_and_quantized(world: World) -> None:
+    (first, shared), (second, same) = world.run(fresh)
+    assert shared == same, "the default generators of ranks went apart"
+    for greatest in (first, second):
+        assert 0.9 * INNER**-0.5 < greatest < 1.02 * INNER**-0.5
+    assert first != second
+
+
+def refused(me: Member) -> list[str]:
+    kind, x = Kind(shared=16), tokens(Kind(), me.rank)
+    layer, plain = kind.make(), kind.make(fp8=None)
+    checkpoint = quantized(kind.state())
+
+    def without(name: str) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in checkpoint.items() if n != name}
+
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 144,
+        "moe_intermediate_size": 80,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+    }
+
+    def of(**options: Any) -> Any:
+        return tw.nn.MoE.from_config(config | {"quantization_config": options})
+
+    fine = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert "fp8" in repr(of(**fine)) and "fp8" not in repr(of(**fine, dequantize=True))
+    assert "fp8" in repr(tw.nn.MoE.from_config(config, fp8="block"))
+    return [
+        refusal(layer, x),  # its router has gradients
+        refusal(plain.load_state_dict, checkpoint),
+        refusal(layer.load_state_dict, without(f"{WEIGHTS[1]}_scale_inv")),
+        refusal(layer.load_state_dict, without("shared_experts.up_proj.weight_scale_inv")),
+        refusal(lambda: tw.nn.MoE(144, 40, 4, 2, fp8="block")),
+        refusal(lambda: tw.nn.MoE(144, 80, 4, 2, fp8="row")),
+        refusal(of, **fine | {"weight_block_size": [64, 128]}),
+        refusal(of, **fine | {"activation_scheme": "static"}),
+        refusal(of, quant_method="gptq"),
+    ]
+
+
+def test_what_does_not_fit_is_refused(world: World) -> None:
+    texts = [
+        "gradients through FP8 experts",
+        "without fp8=",
+        "down_proj_scale_inv",
+        "up_proj.weight_scale_inv",
+        "multiples of 16",
+        "fp8='row'",
+        "128 x 128",
+        "static",
+        "gptq",
+    ]
+    for found in world.run(refused):
+        for error, text in zip(found, texts, strict=True):
+            assert error.startswith("InputError") and text in error, (error, text)
