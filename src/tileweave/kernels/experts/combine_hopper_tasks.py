@@ -530,6 +530,7 @@ def serve_tickets(
                     layout,
                 )
             if LEFT > 0:
-                if gl.load(counts + DRAWN, volatile=True) < last_draw:
+                # an atomic: one number for all warps
+                if gl.atomic_add(counts + DRAWN, 0, sem="relaxed", scope="gpu") < last_draw:
                     following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             ticket = following
