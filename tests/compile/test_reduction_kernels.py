@@ -38,7 +38,7 @@ from tileweave.kernels.reduce_scatter import hopper
 from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.launch import Launcher
-from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
+from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -48,10 +48,13 @@ COLS = 512
 WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at once
 
 
+WHICH = "bias", "depth_first", "mirrored", "gathered"
+
+
 @dataclass(frozen=True)
 class Case:
     """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``:
-    can TMA store; ``mirrored``: with a mirror and a residual."""
+    can TMA store; ``mirrored``: with a mirror and a residual; ``gathered``: and by tiles."""
 
     config: MatmulConfig
     rows: int
@@ -59,6 +62,7 @@ class Case:
     depth_first: bool = False
     cols: int = COLS
     mirrored: bool = False
+    gathered: bool = False
 
     @property
     def push(self) -> bool:
@@ -72,9 +76,7 @@ class Case:
             + ["spans"] * (self.rows < c.tile_m)
             + ["odd"] * (self.cols % 8 > 0)
         )
-        return "-".join(
-            [*parts, *(name for name in ("bias", "depth_first", "mirrored") if getattr(self, name))]
-        )
+        return "-".join([*parts, *(name for name in WHICH if getattr(self, name))])
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
@@ -85,6 +87,7 @@ TRITON_CASES = (
     Case(SMALL, rows=16, bias=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, bias=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, mirrored=True),
+    Case(replace(SMALL, transport="copy_engine"), rows=256, mirrored=True, gathered=True),
 )
 
 
@@ -105,7 +108,7 @@ def tuned_cases() -> list[Case]:
     odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
     turned = replace(copied[0], depth_first=True)  # as backward runs it
     mirrored = replace(copied[0], mirrored=True)  # a chunk of an all-reduce
-    return [*dict.fromkeys(cases), *odd, turned, mirrored]
+    return [*dict.fromkeys(cases), *odd, turned, mirrored, replace(mirrored, gathered=True)]
 
 
 HOPPER_CASES = tuned_cases()
@@ -125,13 +128,12 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     staging = (
         None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
     )
+    gathered = rows - 1 if case.gathered else 0
     if c.kernel == "hopper":
-        whole = fits(out)
-        launcher = hopper.launcher(
-            peers, schedule, c, dtype, DEPTH, w.stride(), whole, case.mirrored, case.mirrored
-        )
+        whole, more = fits(out), (case.mirrored, case.mirrored, None, gathered)
+        launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole, *more)
     else:
-        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
+        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride(), None, gathered)
     mirror = torch.empty_like(out) if case.mirrored else None
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror, mirror), target)
 
@@ -295,9 +297,9 @@ def check_marked(compiled: Compiled, receivers: int, waits: int = 0) -> None:
     ] == []
 
 
-def check_counted(compiled: Compiled) -> None:
-    """Beside copy engines: tiles are counted in behind their stores, and what came is read behind
-    the wait for it."""
+def check_counted(compiled: Compiled, announces: bool = False) -> None:
+    """With copy engines: tiles are counted after their stores, and what came is read after the
+    wait for it. ``announces``: chunks of own rows, too, each by a flag and a signal."""
     arrived = [name for name in ("slot0_desc", "slot1_desc", "slots") if name in compiled.params]
     # read when the kernel has ended
     kept = [name for name in ("out_desc",) if name in compiled.params]
@@ -306,7 +308,9 @@ def check_counted(compiled: Compiled) -> None:
     assert len(seen.signals) >= 2 + len(seen.waits), (
         "a meeting's, the count, and a report for each wait"
     )
-    assert len(list(writes_to_peers(compiled, "signal_table"))) == 1, "a meeting's"
+    told = len(list(writes_to_peers(compiled, "signal_table")))
+    # a meeting's; a flag and a signal of a chunk, in a loop over peers that may be unrolled
+    assert told in ((3, 1 + 2 * (WORLD_SIZE - 1)) if announces else (1,))
     assert seen.guarded_loads
     assert list(writes_to_peers(compiled, "slot_table")) == [], (
         "the copy engine writes to peers, the kernel does not"
@@ -322,7 +326,9 @@ def one_of_a_kind(cases: list[Case]) -> list[Case]:
         key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail),
         reverse=True,
     )
-    return list({(c.push, c.rows < c.config.tile_m, c.cols): c for c in large_first}.values())
+    return list(
+        {(c.push, c.rows < c.config.tile_m, c.cols, c.gathered): c for c in large_first}.values()
+    )
 
 
 LINTED = on_targets(TRITON_CASES, NVIDIA) + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
@@ -334,7 +340,7 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
     if case.push:  # in Gluon one store may serve all owners: its pointers differ by rows
         check_marked(compiled, 1 if case.config.kernel == "hopper" else WORLD_SIZE - 1)
     else:
-        check_counted(compiled)
+        check_counted(compiled, case.gathered)
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -381,7 +387,7 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     )
     peers = endpoint(schedule.slot_elements, torch.bfloat16)
     copies = () if push else ((), ())
-    call = _FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
+    call = FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
     x, w, out = (
         torch.empty(rows, cols, dtype=torch.bfloat16)
         for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS))

@@ -141,10 +141,12 @@ PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
     [
         (SCATTER_WIDE, ""),
         (SCATTER_WIDE, "mirrored"),
+        (SCATTER_WIDE, "mirrored gathered"),
         (SCATTER_WIDE, "fast mirrored"),
         (replace(SCATTER_WIDE, split_tail=True, team=4), "fast"),
         (SCATTER_SQUARE, ""),
         (SCATTER_SQUARE, "blocks mirrored"),
+        (SCATTER_SQUARE, "blocks mirrored gathered"),
         (PUSHED, ""),
         (replace(SCATTER_SQUARE, kernel="triton"), "blocks"),
         (replace(SCATTER_SQUARE, kernel="triton"), ""),
@@ -163,10 +165,10 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     scales = torch.empty(x.shape[0] * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
     peers = endpoint(schedule.slot_elements, out.dtype)
     scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
+    gathered = WORLD_SIZE * rows if "gathered" in how else 0
     if config.kernel == "hopper":
-        launch = scatter_hopper.launcher(
-            peers, schedule, config, kind, DEPTH, w.stride(), True, mirrored, mirrored, scaling
-        )
+        given = True, mirrored, mirrored, scaling, gathered
+        launch = scatter_hopper.launcher(peers, schedule, config, kind, DEPTH, w.stride(), *given)
     else:
         launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
     given = None if config.transport == "sm" else staging

@@ -76,7 +76,7 @@ def instance_of(
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
     if config.kernel == "library" and config.transport == "sm":
         kind = "library"
-    elif config.kernel == "library" and op != AR:
+    elif config.gathers_tiles if op == AR else config.kernel == "library":
         kind = "gather"
     return workspace_of(name_of(group), device).instance(op, kind)
 

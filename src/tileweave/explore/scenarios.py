@@ -314,8 +314,13 @@ class MatmulReduce:
     def resident(self) -> int:
         return max(self.programs)  # a program may wait for any program of a peer
 
+    @property
+    def kind(self) -> str:
+        by_tiles = self.op == "matmul_all_reduce" and self.config.gathers_tiles
+        return "gather" if by_tiles else instance_of(self.config)
+
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
+        begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -351,10 +356,10 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        kind = instance_of(self.config)
-        yield from end_instance(world, rank, self.op, kind, drawn)
+        yield from end_instance(world, rank, self.op, self.kind, drawn)
         if self.config.transport == "sm":  # what is pushed is taken, and zeros are left
-            yield "left in slots", int(world.workspace(rank).instance(self.op, kind).slots.any()), 0
+            instance = world.workspace(rank).instance(self.op, self.kind)
+            yield "left in slots", int(instance.slots.any()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -633,6 +638,21 @@ SCENARIOS: tuple[Scenario, ...] = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 17, 17), (5, 33, 12)), norm=False),
     OneShot("one shot, tall", triton_config("sm", shots=1, tile_m=32), ((32, 17, 12),), norm=False),
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
+    MatmulReduce(
+        "by tiles",
+        "matmul_all_reduce",
+        triton_config("copy_engine", num_slices=2),
+        ((64, 16, 16), (67, 17, 8)),
+        (1, 2),
+    ),
+    MatmulReduce(
+        "by tiles, captured",
+        "matmul_all_reduce",
+        triton_config("copy_engine", num_slices=3),
+        ((65, 8, 16),),
+        (1, 2),
+        captured=True,
+    ),
     AllReduceInChunks(
         "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 9, 17))
     ),

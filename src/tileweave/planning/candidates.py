@@ -65,10 +65,9 @@ _REDUCE = (
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
     *(replace(_PER_SHARD, row_chunks=chunks) for chunks in (1, 2)),
-    *(
-        replace(_uncut(_WIDE, slices), row_chunks=chunks)
-        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
-    ),
+    *(_uncut(_WIDE, slices) for slices in (2, 4, 8)),
+    *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (2, 4)),
+    *(replace(_uncut(_WIDE, slices), row_chunks=chunks) for chunks, slices in ((2, 2), (4, 2))),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -223,10 +222,11 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     if p.fp8 and own and not _takes_fp8(op, c, p):
         return False
     if op == "matmul_all_reduce":
-        in_chunks = c.transport == "copy_engine"
-        if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
-            return False
-        if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
+        if c.transport == "copy_engine":
+            enough = p.rows >= p.world_size * c.tile_m
+            if not (enough if c.gathers_tiles else fits_chunks(p.rows, p.world_size, c.tile_m)):
+                return False
+        elif c.kernel != "library" and p.rows > c.tile_m:
             return False
     elif not c.fits_rows(p.rows):
         return False

@@ -63,7 +63,7 @@ class MatmulConfig(_CachedHash):
         on.
     row_chunks : of an all-reduce whose kernel is that of a reduce-scatter (``"copy_engine"``): the
         result is made in at most so many chunks of rows, of which one is gathered while the next
-        one is multiplied.
+        one is multiplied. 1 with a kernel of ours: in one launch, see ``gathers_tiles``.
     """
 
     kernel: KernelName
@@ -90,6 +90,12 @@ class MatmulConfig(_CachedHash):
     def multiplies_chunks(self) -> bool:
         """Whether cuBLAS multiplies chunks that travel between nodes."""
         return self.kernel == "library" and self.transport == "nodes"
+
+    @property
+    def gathers_tiles(self) -> bool:
+        """Of an all-reduce: whether copy engines pull rows of peers, a slice at a time, while the
+        kernel that reduces them goes on."""
+        return self.transport == "copy_engine" and self.kernel != "library" and self.row_chunks == 1
 
     def fits_rows(self, rows: int) -> bool:
         """Whether its transport can move shards of ``rows`` rows: copy engines need a tile or

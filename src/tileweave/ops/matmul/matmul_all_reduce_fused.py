@@ -1,5 +1,6 @@
 """The fused call of matmul_all_reduce: one shot for few rows, cuBLAS and one launch that reduces
-(``reduce_by_cublas.py``), or chunks of rows (``all_reduce_in_chunks.py``)."""
+(``reduce_by_cublas.py``), one launch that copy engines serve (``all_reduce_by_tiles.py``), or
+chunks of rows (``all_reduce_in_chunks.py``)."""
 
 from __future__ import annotations
 
@@ -51,6 +52,11 @@ def run_fused(
         from tileweave.ops.matmul.reduce_by_cublas import Added
 
         added = Added(bias, residual, norm_weight, norm_eps)
+        if config.gathers_tiles:
+            from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
+
+            reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
+            return
         _in_chunks((x,), Plain(w, None), added, out, residual_out, group_name, chosen, config)
         return
     if config.kernel == "library":
@@ -82,6 +88,13 @@ def run_scaled(
     multiplied by."""
     config = chosen.config
     assert config is not None, "run_scaled needs a fused plan"
+    if config.gathers_tiles:
+        from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
+        from tileweave.ops.matmul.matmul_reduce_scatter_fused import scaled_parts
+
+        operands = Operands(*scaled_parts(x, product, out.dtype, config))
+        reduce_by_tiles(operands, added, out, residual_out, group_name, chosen)
+        return
     if config.transport == "copy_engine":
         _in_chunks(x, product, added, out, residual_out, group_name, chosen, config)
         return

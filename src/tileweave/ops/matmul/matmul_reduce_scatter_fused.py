@@ -20,10 +20,10 @@ from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.gather import cdiv, push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
-from tileweave.transport.protocol import MAX_SLICES
+from tileweave.transport.protocol import MAX_SLICES, REDUCED
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
@@ -82,15 +82,23 @@ def run_scaled(
     if config.kernel == "library":
         run_library(x, product, bias, out, group_name, chosen, mirror, residual)
         return
+    data, w, scaling, scales = scaled_parts(x, product, out.dtype, config)
+    _run(data, w, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
+
+
+def scaled_parts(
+    x: tuple[torch.Tensor, ...], product: ScaledProduct, dtype: torch.dtype, config: MatmulConfig
+) -> tuple[torch.Tensor, torch.Tensor, Scaling, tuple[torch.Tensor, ...]]:
+    """Of FP8 operands of a kernel of ours, with a result of ``dtype``: x, w, how they are scaled,
+    and their scales."""
     from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.ops.matmul.scaled import check_tile
 
     check_tile(config, product, True)
     (data, scale), w = x, product.w
     kind, keeps_sums = product.kind, product.fast_accum
-    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, out.dtype)
-    scales = scale.contiguous(), w.scale
-    _run(data, w.data, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
+    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, dtype)
+    return data, w.data, scaling, (scale.contiguous(), w.scale)
 
 
 def _run(
@@ -185,14 +193,17 @@ def _make(
     mirror: torch.Tensor | None,
     residual: torch.Tensor | None,
     scaling: Scaling | None,
-) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-    call = _fused_call(workspace, x, w, out.dtype, config, scaling)
+) -> tuple[Instance, tuple[FusedCall, Callable[..., None]]]:
+    call = fused_call(workspace, x, w, out.dtype, config, scaling)
     return call.instance, (call, call.launcher(x, w, out, mirror, residual))
 
 
 @dataclass(slots=True)
-class _FusedCall:
-    """What calls of one shape share; made once, to save host time."""
+class FusedCall:
+    """What calls of one shape share; made once, to save host time.
+
+    gathered : rows of the result of an all-reduce by tiles; 0 of a reduce-scatter.
+    """
 
     instance: Instance
     endpoint: Peers
@@ -202,6 +213,7 @@ class _FusedCall:
     staging_elements: int  # of a call with copy engines: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaling: Scaling | None = None
+    gathered: int = 0
 
     def launcher(
         self,
@@ -252,58 +264,79 @@ class _FusedCall:
                     mirror is not None,
                     residual is not None,
                     self.scaling,
+                    self.gathered,
                 )
         from tileweave.kernels.reduce_scatter.triton import launcher
 
         strides = x.stride(0), w.stride()
-        return launcher(self.endpoint, self.schedule, self.config, *strides, self.scaling)
+        common = self.endpoint, self.schedule, self.config
+        return launcher(*common, *strides, self.scaling, self.gathered)
 
 
-def _fused_call(
+def fused_call(
     workspace: Workspace,
     x: torch.Tensor,
     w: torch.Tensor,
     dtype: torch.dtype,
     config: MatmulConfig,
     scaling: Scaling | None,
-) -> _FusedCall:
-    """``dtype``: of the result, and of partial sums."""
+    all_reduce: Instance | None = None,
+) -> FusedCall:
+    """``dtype``: of the result, and of partial sums. ``all_reduce``: the instance of an all-reduce
+    by tiles, whose slots have room for the mirror after the partial sums."""
     transport = workspace.transport
-    instance = workspace.instance(OP, config.transport)
+    instance = all_reduce or workspace.instance(OP, config.transport)
     key = (x.shape, w.shape[0], x.dtype, config, scaling)
     call = instance.cache.get(key)
     if call is None:
         size = transport.world_size
-        rows = x.shape[0] // size
+        rows = cdiv(x.shape[0], size)
         problem = Problem(size, rows, w.shape[0], x.shape[1], x.element_size(), "")
         schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
         if config.transport == "copy_engine":
+            most = MAX_SLICES if all_reduce is None else REDUCED
             require(
-                not schedule.spans_shards and schedule.chunks <= MAX_SLICES,
+                not schedule.spans_shards and schedule.chunks <= most,
                 f"copy_engine with {rows} rows per rank, tiles of {config.tile_m}, "
                 f"{schedule.chunks} chunks",
-                f"rows of a tile or more, at most {MAX_SLICES} chunks",
+                f"rows of a tile or more, at most {most} chunks",
                 'transport "sm"',
             )
+        mirrored = 0 if all_reduce is None else rows * schedule.cols
         instance.reserve(
-            schedule.slot_elements * dtype.itemsize, schedule.num_programs + 8 * MAX_SLICES
+            (schedule.slot_elements + mirrored) * dtype.itemsize,
+            schedule.num_programs + 8 * MAX_SLICES,
         )
         copies = ()
-        if config.transport == "copy_engine":
-            copies = tuple(_copies(instance, schedule, dtype.itemsize, slot) for slot in (0, 1))
-        staged = (size - 1) * schedule.place_elements
-        call = _FusedCall(
-            instance, endpoint(instance, dtype), schedule, config, copies, staged, {}, scaling
+        if config.transport == "copy_engine" and all_reduce is None:
+            pushed = instance.signal_copy(schedule.rank, instance.layout.pushed)
+            copies = tuple(
+                Copies([*pushes(instance, schedule, dtype.itemsize, slot), pushed])
+                for slot in (0, 1)
+            )
+        call = FusedCall(
+            instance,
+            endpoint(instance, dtype),
+            schedule,
+            config,
+            copies,
+            (size - 1) * schedule.place_elements,
+            {},
+            scaling,
+            0 if all_reduce is None else x.shape[0],
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
-def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
-    """Each chunk to its owner once all its tiles are counted, followed by a signal.
+def pushes(
+    instance: Instance, s: ScatterSchedule, itemsize: int, slot: int, staging: int = 0
+) -> list[Copy]:
+    """Each chunk to its owner once all its tiles are counted, followed by a signal. ``staging``:
+    its address; 0: the address that a push gives.
 
-    The last is a signal to this rank itself. Copies run one after the other: otherwise a receiver
-    would have two senders at once (decision 0002).
+    Copies run one after the other: otherwise a receiver would have two senders at once (decision
+    0002).
     """
     row_bytes = s.pitch * itemsize
     place_bytes = s.tile_rows * s.tile_m * row_bytes
@@ -321,10 +354,8 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
             + to_place * place_bytes
             + begin
         )
-        count = (end - first) * s.tile_cols
-        copies.append(
-            Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count)
-        )
+        count, offset = (end - first) * s.tile_cols, from_place * place_bytes + begin
+        source = staging and staging + offset
+        copies.append(Copy(target, source, stop - begin, offset, counter, count))
         copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))
-    copies.append(instance.signal_copy(s.rank, instance.layout.pushed))
-    return Copies(copies)
+    return copies
