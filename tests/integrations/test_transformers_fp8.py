@@ -116,7 +116,7 @@ def experts_of(rank: int, size: int, **options: Any) -> tuple[Any, list[Any]]:
 
 def shared_experts(me: Member, limit: float | None) -> float:
     """How far expert-parallel FP8 experts are from fp64 of their quantised operands."""
-    group = torch.distributed.group.WORLD
+    group: Any = torch.distributed.group.WORLD
     made, (up, down) = experts_of(me.rank, me.world_size, limit=limit)
     call = ExpertParallel(made, group, group)
     generator = torch.Generator().manual_seed(9)
@@ -153,7 +153,7 @@ def test_experts_that_operators_do_not_take_are_refused() -> None:
         ({}, "gradients"),
     ):
         made, _ = experts_of(0, 1, **options)
-        call = ExpertParallel.__new__(ExpertParallel)
+        call: Any = ExpertParallel.__new__(ExpertParallel)
         call.experts, call.group, call.shared, call.max_tokens = made, None, None, 1
         call.same_batch = False
         with pytest.raises(InputError, match=text):
