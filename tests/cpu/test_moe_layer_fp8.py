@@ -218,6 +218,25 @@ def test_new_experts_are_drawn_and_quantized(world: World) -> None:
     assert first != second
 
 
+def compiled_and_cast(me: Member) -> None:
+    layer, x = Kind(bias=True).make(), tokens(Kind(), me.rank)
+    layer.load_state_dict(Kind(bias=True).state())
+    with torch.no_grad():
+        z = layer(x)
+        whole_graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(whole_graph(x), z)
+        layer.float().bfloat16()  # neither FP8 nor its scales are cast
+        assert torch.equal(layer(x), z)
+    kinds = {name: p.dtype for name, p in layer.experts.named_parameters()}
+    assert kinds["down_proj"] == torch.float8_e4m3fn
+    assert kinds["down_proj_scale_inv"] == torch.float32
+    assert kinds["down_proj_bias"] == torch.bfloat16
+
+
+def test_compiled_and_cast(world: World) -> None:
+    world.run(compiled_and_cast)
+
+
 def refused(me: Member) -> list[str]:
     kind, x = Kind(shared=16), tokens(Kind(), me.rank)
     layer, plain = kind.make(), kind.make(fp8=None)

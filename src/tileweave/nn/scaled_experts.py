@@ -7,6 +7,7 @@ loaded are quantised once, one expert at a time, each rank its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,6 +103,17 @@ class FP8Experts(Experts):
                 local(getattr(self, scale_of(name))).copy_(scale)
             else:
                 local(getattr(self, name)).copy_(shard)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FP8Experts:
+        """``layer.to(dtype)`` leaves FP8 and its scales as they are."""
+        fixed = [p for name, p in self._parameters.items() if not name.endswith("_bias")]
+
+        def moved(t: Any) -> Any:
+            found = fn(t)
+            changed = found.dtype != t.dtype and any(t is p for p in fixed)
+            return t.to(found.device) if changed else found
+
+        return super()._apply(moved, recurse)
 
     def reset_parameters(self) -> None:
         shapes = self.shapes("gate_up_proj_bias" in self._parameters)
