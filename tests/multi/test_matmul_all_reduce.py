@@ -17,7 +17,7 @@ from tests.support.matmul_cases import AR, Case, has_kernel
 from tests.support.worlds import Member, World, one_shot
 
 from tileweave.planning.choices import forced
-from tileweave.planning.problem import KernelName, MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -62,17 +62,6 @@ def test_parity_of_one_shot(largest: World) -> None:
     cases = [case(*shape, **more) for shape in shapes for more in (FULL, {"integers": True})]
     largest.run(parity.parity, cases, ONE_SHOT, timeout=200)
     largest.run(parity.many_calls, cases[::2], ONE_SHOT, 250, 0.0005, timeout=200)
-
-
-@fused
-@pytest.mark.parametrize("kernel", [pytest.param("hopper", marks=on_hopper), "library"])
-def test_parity_in_chunks(largest: World, kernel: KernelName) -> None:
-    config = MatmulConfig(kernel, "copy_engine", 128, 256, 64, 4, 8, num_slices=2)
-    config = replace(config, split_tail=False, row_chunks=2)
-    shapes = (2048, 1024, 512), (2047, 512, 256), (1026, 520, 200)
-    cases = [case(*shape, **more) for shape in shapes for more in (FULL, {"integers": True})]
-    largest.run(parity.parity, cases, config, timeout=200)
-    largest.run(parity.many_calls, cases[::2], config, 60, 0.0005, timeout=200)
 
 
 BY_TILES = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=4, split_tail=False)

@@ -123,11 +123,9 @@ class Choices(NamedTuple):
     WHOLE : TMA stores own tiles. Otherwise, since rows of ``out`` are not at multiples of 16 bytes,
         *multiply* stores them.
 
-    MIRROR : TMA stores own tiles a second time, where peers read them. Only with ``WHOLE``.
-
     HAS_RESIDUAL : a residual of the own rows is added, as what a peer sends. Not with ``PUSH``.
 
-    GATHER : as in ``triton.py``.
+    GATHER : as in ``triton.py``. Only with ``WHOLE``.
 
     ITEMSIZE : bytes of an element of x and w.
 
@@ -148,7 +146,6 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     WHOLE: bool
     HAS_BIAS: bool = False
-    MIRROR: bool = False
     HAS_RESIDUAL: bool = False
     GATHER: bool = False
     ITEMSIZE: int = 2
@@ -559,16 +556,14 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
     whole: bool,
-    mirrored: bool = False,
     residual_added: bool = False,
     scaling: Scaling | None = None,
     gathered: int = 0,
 ) -> Launcher:
     """Launches for one shape, called as those of ``triton.launcher``, for what
-    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``,
-    ``residual_added``: whether there is a mirror, or a residual; only with ``whole`` and copy
-    engines. ``scaling``: of FP8 operands. ``gathered``: of an all-reduce by tiles, rows of its
-    result, of which ``out`` are the own ones; else 0."""
+    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``scaling``: of FP8
+    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
+    own ones; else 0. ``residual_added``: whether it has a residual. Only with ``whole``."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
@@ -592,7 +587,7 @@ def launcher(
         slot1_desc = descriptor(base + slot_bytes, made, shape, s.pitch, box)
         if whole:
             out_desc = descriptor(base, made, [own_rows, s.cols], s.cols, box)
-    further = ("mirror_desc",) * mirrored + ("residual_desc",) * residual_added
+    further = ("mirror_desc",) * choices.GATHER + ("residual_desc",) * residual_added
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
     part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
@@ -626,9 +621,7 @@ def launcher(
                 "tensors": Tensors(added, out, partials),
                 "scales": GivenScales(*scales) if scales else None,
                 "slot": slot,
-                "C": choices._replace(
-                    HAS_BIAS=bias is not None, MIRROR=mirrored, HAS_RESIDUAL=residual_added
-                ),
+                "C": choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual_added),
             }
 
         ends = [scale.data_ptr() for scale in scales]

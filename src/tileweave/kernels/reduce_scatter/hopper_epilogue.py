@@ -131,8 +131,8 @@ def store_partition(
     C: gl.constexpr,
 ):
     """One warp: store pieces of peers' tiles from shared memory in ``staging`` and count the tiles;
-    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``MIRROR`` in the mirror. With
-    ``GATHER`` the program that completes a chunk of own tiles announces it.
+    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``GATHER`` in the mirror, where
+    the program that completes a chunk of own tiles announces it.
 
     The warp of the last program ends the call: it waits for [pushed] and resets the counters to
     zero. A push has none of this. ``EXCHANGE``: ``staging_desc`` is of an own slot; the program
@@ -172,7 +172,7 @@ def store_partition(
                             [row, col * TILE_N + piece * PIECE],
                             boxes.pieces.index(turn % BOXES),
                         )
-                        if C.MIRROR:
+                        if C.GATHER:
                             if twice:
                                 store_async(
                                     mirror_desc,
@@ -187,7 +187,7 @@ def store_partition(
                         )
                     if piece > 0:
                         # all but the stores of this piece
-                        if C.MIRROR and twice:
+                        if C.GATHER and twice:
                             tma.store_wait(2)
                         else:
                             tma.store_wait(1)

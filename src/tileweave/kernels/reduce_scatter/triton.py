@@ -214,11 +214,9 @@ class Choices(NamedTuple):
 
     DEPTH_FIRST : ``w`` is contiguous along N.
 
-    MIRROR : the result is stored a second time, where peers read it.
-
     HAS_RESIDUAL : a residual of the own rows is added.
 
-    GATHER : of an all-reduce by tiles; with ``MIRROR``.
+    GATHER : an all-reduce by tiles: the result is stored a second time, where peers read it.
 
     BLOCK : elements that ``GATHER`` overwrites with NaN at once after a fault.
 
@@ -240,7 +238,6 @@ class Choices(NamedTuple):
     EVEN_K: bool
     DEPTH_FIRST: bool
     HAS_BIAS: bool = False
-    MIRROR: bool = False
     HAS_RESIDUAL: bool = False
     GATHER: bool = False
     BLOCK: int = 1024
@@ -499,9 +496,8 @@ def matmul_reduce_scatter_kernel(
                     acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
                 acc = tl.where(faulted(peers) != 0, float("nan"), acc)
                 store_rows(acc.to(dtype), out, within, col, cols, own)
-                if C.MIRROR:
-                    if C.GATHER:  # after a fault peers may still pull what is there
-                        own = own & (faulted(peers) == 0)
+                if C.GATHER:  # after a fault peers may still pull what is there
+                    own = own & (faulted(peers) == 0)
                     store_rows(acc.to(dtype), tensors.mirror, within, col, cols, own)
             if C.GATHER:
                 if home == rank:  # though the last rank's last tiles may have no rows
@@ -545,10 +541,10 @@ def launcher(
 ) -> Launcher:
     """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
     or None, residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``:
-    which one a copy-engine call uses; a push reads it from the epoch. ``mirror``: memory of the
-    size of ``out`` that gets the result, too. ``residual``: of that size, added to the result.
-    ``scaling``: of FP8 operands. ``gathered``: of an all-reduce by tiles, rows of its result, of
-    which ``out`` are the own ones; else 0.
+    which one a copy-engine call uses; a push reads it from the epoch. ``scaling``: of FP8
+    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
+    own ones; else 0. Only there: ``mirror``, memory of the size of ``out`` that gets the result,
+    too; ``residual``, of that size, added to the result.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -590,13 +586,12 @@ def launcher(
         def changing() -> dict[str, Any]:
             chosen = choices._replace(
                 HAS_BIAS=bias is not None,
-                MIRROR=mirror is not None,
                 HAS_RESIDUAL=residual is not None,
             )
             given = Scales(*scales) if scales else None
             return {"tensors": tensors, "scales": given, "slot": slot, "C": chosen}
 
-        absent = bias is None, mirror is None, residual is None
+        absent = bias is None, residual is None
         return Call((*absent, *(at % 16 == 0 for at in words)), (*words, slot), changing)
 
     height = gathered or s.world_size * s.rows

@@ -149,5 +149,5 @@ def _make(
     own = sums.narrow(0, call.begin, call.rows)
     if residual is not None:
         residual = residual.narrow(0, call.begin, call.rows)
-    launch = scatter.launcher(x, w, own, call.mirrors[0], residual)
+    launch = scatter.launcher(x, w, own, residual)
     return instance, (call, launch)

@@ -43,13 +43,8 @@ def run_fused(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
-    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N].
-
-    mirror : [M / R, N], gets the result, too. residual : [M / R, N], added. Only with copy engines.
-    """
+    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.multiplies_chunks:
@@ -60,9 +55,9 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
 
-        run_library((x,), Plain(w, None), bias, out, group_name, chosen, mirror, residual)
+        run_library((x,), Plain(w, None), bias, out, group_name, chosen)
         return
-    _run(x, w, bias, out, group_name, chosen, config, mirror, residual, None, ())
+    _run(x, w, bias, out, group_name, chosen, config, None, ())
 
 
 def run_scaled(
@@ -72,18 +67,16 @@ def run_scaled(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """:func:`run_fused` of FP8 operands: x, its data and scales as they travel, and what it is
     multiplied by."""
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.kernel == "library":
-        run_library(x, product, bias, out, group_name, chosen, mirror, residual)
+        run_library(x, product, bias, out, group_name, chosen)
         return
     data, w, scaling, scales = scaled_parts(x, product, out.dtype, config)
-    _run(data, w, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
+    _run(data, w, bias, out, group_name, chosen, config, scaling, scales)
 
 
 def scaled_parts(
@@ -109,18 +102,13 @@ def _run(
     group_name: str,
     chosen: Plan[MatmulConfig],
     config: MatmulConfig,
-    mirror: torch.Tensor | None,
-    residual: torch.Tensor | None,
     scaling: Scaling | None,
     scales: Sequence[torch.Tensor],
 ) -> None:
     """A call whose kernel is ours."""
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
-    of_residual = None if residual is None else residual.data_ptr() & 15 == 0
-    key = (*aligned, mirror is None, of_residual, scaling)
-    instance, (call, launch) = ready(
-        chosen, key, group_name, _make, x, w, out, config, mirror, residual, scaling
-    )
+    key = (*aligned, scaling)
+    instance, (call, launch) = ready(chosen, key, group_name, _make, x, w, out, config, scaling)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
         try:
@@ -135,7 +123,7 @@ def _run(
         # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
         # next launch on this device comes after the copies.
         staging = instance.scratch(call.staging_elements * out.element_size()).view(out.dtype)
-    kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual, scales)
+    kernel = partial(launch, x, w, bias, out, staging, slot, None, None, scales)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
@@ -146,18 +134,15 @@ def run_library(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """A call whose matmul is ``product``, by cuBLAS: of all rows before one launch that reduces,
-    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]. mirror,
-    residual: only with copy engines."""
+    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]."""
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.transport == "copy_engine":
         made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
         instance, (sums, added) = made
-        sums(instance, x, product, added(bias, residual), out, mirror, chosen.checksum)
+        sums(instance, x, product, added(bias), out, chosen.checksum)
         return
     instance, (call, added) = ready(
         chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
@@ -190,12 +175,10 @@ def _make(
     w: torch.Tensor,
     out: torch.Tensor,
     config: MatmulConfig,
-    mirror: torch.Tensor | None,
-    residual: torch.Tensor | None,
     scaling: Scaling | None,
 ) -> tuple[Instance, tuple[FusedCall, Callable[..., None]]]:
     call = fused_call(workspace, x, w, out.dtype, config, scaling)
-    return call.instance, (call, call.launcher(x, w, out, mirror, residual))
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)
@@ -220,22 +203,20 @@ class FusedCall:
         x: torch.Tensor,
         w: torch.Tensor,
         out: torch.Tensor,
-        mirror: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
-        the same protocol."""
+        the same protocol. ``residual``: of an all-reduce."""
         key = (
             (x.data_ptr() | w.data_ptr()) & 15 == 0,
             out.data_ptr() & 15 == 0,
             x.stride(0),
             w.stride(),
             None if residual is None else residual.data_ptr() & 15 == 0,
-            mirror is None,
         )
         found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[key] = self._make(x, w, out, mirror, residual)
+            found = self.launchers[key] = self._make(x, w, out, residual)
         return found
 
     def _make(
@@ -243,7 +224,6 @@ class FusedCall:
         x: torch.Tensor,
         w: torch.Tensor,
         out: torch.Tensor,
-        mirror: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> Callable[..., None]:
         if self.config.kernel == "hopper":
@@ -251,8 +231,8 @@ class FusedCall:
             from tileweave.kernels.runtime.descriptors import fits
 
             whole = fits(out)  # otherwise TMA cannot store it
-            further = [tensor for tensor in (mirror, residual) if tensor is not None]
-            if fits(x, w) and (not further or (whole and fits(*further))):
+            added = residual is None or (whole and fits(residual))
+            if fits(x, w) and added and (whole or not self.gathered):
                 return hopper_launcher(
                     self.endpoint,
                     self.schedule,
@@ -261,7 +241,6 @@ class FusedCall:
                     x.stride(0),
                     w.stride(),
                     whole,
-                    mirror is not None,
                     residual is not None,
                     self.scaling,
                     self.gathered,
