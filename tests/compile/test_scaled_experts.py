@@ -29,8 +29,9 @@ from tileweave.kernels.experts import (
 )
 from tileweave.kernels.experts.dispatch_hopper import portable
 from tileweave.kernels.quantize import Pitch, quantize_launcher
-from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, slot_bytes
-from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem
+from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, plan_combine, slot_bytes
+from tileweave.planning.machine import H200
+from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem, plan_dispatch
 
 FP8 = torch.float8_e4m3fn
 FUSED = DispatchConfig(
@@ -83,7 +84,7 @@ def compile_dispatch(config: DispatchConfig, target: str) -> Compiled:
 
 
 @functools.cache
-def compile_combine(target: str, hopper: bool) -> Compiled:
+def compile_combine(target: str, hopper: bool, config: CombineConfig = SCALED_PORTABLE) -> Compiled:
     p = GroupedProblem(kernels.WORLD_SIZE, 64, 4, EXPERTS, COLS, DEPTH, 1, "float8_e4m3fn")
     bound, dtype, blocks = p.world_size * p.max_tokens * p.topk, torch.bfloat16, -(-DEPTH // 128)
     y = torch.zeros(bound, DEPTH, dtype=torch.uint8).view(FP8)
@@ -103,9 +104,7 @@ def compile_combine(target: str, hopper: bool) -> Compiled:
             launch(*given, y_scale, w_scale)
         else:
             scales = (y_scale, w_scale)
-            combine_triton.launch(
-                peers, *given, p, SCALED_PORTABLE, kernels.RANK, 132, scales=scales
-            )
+            combine_triton.launch(peers, *given, p, config, kernels.RANK, 132, scales=scales)
     return launched[0]
 
 
@@ -168,6 +167,26 @@ def test_dispatch_triton_fits_and_keeps_the_protocol() -> None:
     assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 64
     seen = operations(compiled, guarded=("slots",))
     assert seen.signals and seen.waits and lint(compiled, guarded=("slots",)) == []
+
+
+def test_tiles_of_few_rows_keep_bytes_in_flight() -> None:
+    """As planned for decoding: as many bytes in flight as with 16 bits, without spills."""
+    for tokens, each in ((8, 1), (48, 6)):
+        p = GroupedProblem(2, tokens, 8, 64, COLS, DEPTH, 1, "float8_e4m3fn")
+        assert p.rows_per_expert == each
+        found = []
+        if each == 1:
+            config = plan_dispatch(p, H200, False).config
+            assert config is not None and config.kernel == "triton"
+            found.append(compile_dispatch(config, "sm_90"))
+        config = plan_combine(p, H200, False).config
+        assert config is not None and config.kernel == "triton"
+        found.append(compile_combine("sm_90", False, config))
+        for compiled in found:
+            assert compiled.spills == 0 and compiled.fits_shared
+            assert (compiled.shared_bytes or 0) > 75 * 1024, "two programs share a multiprocessor"
+            ptx = compiled.ptx or ""
+            assert "cp.async.cg.shared.global" in ptx and "mma.sync.aligned.m16n8k" in ptx
 
 
 def test_grouped_hopper_fits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.support import gluon_as_triton
 from tests.support.experts import Case
 from tests.support.worlds import Worlds
@@ -50,3 +51,11 @@ def test_combine_sums_of_many_chunks(worlds: Worlds) -> None:
 
 def test_combine_sums_without_weights(worlds: Worlds) -> None:
     worlds("gloo", 2).run(gluon_as_triton.parity, [SMALL, LONG], [TWO_WARPS], False)
+
+
+@pytest.mark.parametrize(
+    "sums", [{"AHEAD": 8}, {"TOGETHER": 4}, {"TOGETHER": 1, "AHEAD": 2}], ids=str
+)
+def test_combine_sums_with_more_or_less_at_once(worlds: Worlds, sums: dict[str, int]) -> None:
+    cases = [LONG, CASES[5]]
+    worlds("gloo", 2).run(gluon_as_triton.parity, cases, [TWO_WARPS], True, sums)

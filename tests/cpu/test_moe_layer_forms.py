@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
 import tileweave as tw
-from tileweave.nn.experts import ALPHA, LIMIT
+from tileweave.nn.gated_experts import ALPHA, LIMIT
 
 E, K, H, WIDTH = 4, 2, 8, 6
 

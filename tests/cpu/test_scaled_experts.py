@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.worlds import Member, Worlds
 import tileweave as tw
 from tileweave.errors import InputError
 from tileweave.ops import reference
+from tileweave.ops.experts import scaled_operators
 from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.machine import CPU, H200
@@ -118,7 +120,7 @@ def refusals(me: Member) -> None:
         ((o.x8, o.w), {"w_scale": o.w_scale}, "x_scale missing"),
         ((o.x8, o.w), {"x_scale": o.x_scale}, "w_scale missing"),
         ((o.x, o.w), right, "float8_e4m3fn"),
-        ((o.x8, o.w), right | {"quantize": "block"}, "16 or 32 bits"),
+        ((o.x8, o.w), {"w_scale": o.w_scale, "quantize": "block"}, "16 or 32 bits"),
         ((o.x, o.w), right | {"quantize": "block"}, "x_scale given"),
         ((o.x, o.w), {"w_scale": o.w_scale, "quantize": "row"}, "scales of blocks"),
         ((o.x, o.w.bfloat16()), {"w_scale": o.w_scale, "quantize": "block"}, "float8_e4m3fn"),
@@ -157,6 +159,40 @@ def refusals(me: Member) -> None:
 
 def test_what_does_not_fit_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 2).run(refusals)
+
+
+def alone(me: Member) -> list[int]:
+    """How often a public call of each operator checks its operands; and that the torch operators,
+    called without it, check them."""
+    case = CASES[0]
+    o = Drawn(case, me.rank, me.world_size, 0)
+    named: dict[str, Any] = {"w_scale": o.w_scale, "quantize": "block"}
+    y, plan = tw.dispatch_grouped_matmul(o.x, o.w, o.ids, max_tokens=case.max_tokens, **named)
+    data, scale = tw.swiglu(y, plan, quantize="block")
+    given: dict[str, Any] = {"y_scale": scale, "w_scale": o.v_scale}
+    checks = Mock(wraps=scaled_operators.check_scaled_experts)
+    found = []
+    with patch.object(scaled_operators, "check_scaled_experts", checks):
+        tw.dispatch_grouped_matmul(o.x, o.w, plan=plan, **named)
+        found.append(checks.call_count)
+        tw.grouped_matmul_combine(data, o.v, plan, o.topk_weights, **given)
+        found.append(checks.call_count)
+    numbers = (plan.max_tokens, plan.topk, plan.group_name)
+    with pytest.raises(InputError, match="w_scale"):
+        torch.ops.tileweave.dispatch_grouped_scaled_matmul(
+            o.x, None, o.w, o.w_scale[..., :1], plan.table, *numbers, "bfloat16", "block"
+        )
+    tw.close()
+    with pytest.raises(InputError, match="y_scale"):
+        torch.ops.tileweave.grouped_scaled_matmul_combine(
+            data, scale[:, :0], o.v, o.v_scale, plan.table, None, plan.tokens, *numbers, "bfloat16"
+        )
+    tw.close()
+    return found
+
+
+def test_operands_are_checked_once(worlds: Worlds) -> None:
+    assert worlds("gloo", 2).run(alone) == [[1, 2]] * 2
 
 
 def compiled(me: Member) -> None:

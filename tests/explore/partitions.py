@@ -19,8 +19,9 @@ from tileweave.explore.scenarios_experts import Combine
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.planning.combine import CombineConfig
 
-# num_reduce 0: the translated kernel. Four chunks of one tile column: three are early, two are
-# finished among the tickets of the last one.
+# num_reduce 0: the translated kernel; num_finish: with how many tiles left *reduce* draws no more.
+# Four chunks of one tile column: three are early, two are finished among the tickets of the last
+# one.
 _CUT = CombineConfig(
     "triton",
     16,
@@ -45,6 +46,14 @@ SCENARIOS = (
         2,
         False,
         programs=(2, 3),
+        resident=MAX_PROGRAMS,
+    ),
+    Combine(
+        "partitions, reduce stops",
+        replace(_CUT, num_finish=99),
+        (2, 3),
+        2,
+        programs=(1, 2, 3),
         resident=MAX_PROGRAMS,
     ),
 )

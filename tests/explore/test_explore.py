@@ -92,7 +92,7 @@ def test_irreproducible_failure_is_reported(worker: Executor) -> None:
 
 def test_concurrent_partitions() -> None:
     with pool(1) as processes:
-        assert processes.submit(found_in_partitions, 4).result() == []
+        assert processes.submit(found_in_partitions, 3).result() == []
 
 
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])

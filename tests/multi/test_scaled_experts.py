@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.support.experts import Case
+from tests.support.moe_layer_fp8 import KINDS, error
 from tests.support.scaled_experts import dispatched
 from tests.support.worlds import Member, World
 
@@ -25,7 +26,7 @@ CASES = [
     replace(BASE, routing="skewed"),
     replace(BASE, routing="empty_experts", tokens=(40, 0, 150)),
     replace(BASE, routing="holes", experts=9, topk=8),
-    replace(BASE, tokens=(1,)),
+    *(replace(BASE, tokens=(few,)) for few in (1, 4, 12)),  # other tiles
 ]
 
 
@@ -45,3 +46,11 @@ def test_dispatch_swiglu_and_combine(world: World, fused: bool) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs GPUs that multiply FP8")
     world.run(with_kernels, fused)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layer(world: World, name: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs GPUs that multiply FP8")
+    # rows that were not quantised would be off by 3e-2
+    assert max(world.run(error, KINDS[name], False)) < 1.5e-2

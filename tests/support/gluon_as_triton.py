@@ -45,7 +45,7 @@ import triton.language as tl
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
-    COUNTER_WORDS, LISTED, SENT, TICKETS, TILES, WEIGHTS
+    COUNTER_WORDS, DRAWN, LISTED, SENT, TICKETS, TILES, WEIGHTS
 )
 from tileweave.device.triton import peers as protocol
 from tileweave.device.triton import signal
@@ -137,6 +137,7 @@ def load_tasks(folder: str) -> Any:
     return module
 
 
+_SUMS: dict[str, int] = {}  # of the cases that run
 _FOLDER = TemporaryDirectory()
 _tasks = load_tasks(_FOLDER.name)
 clear_other_counts, push_weights, list_rows = (
@@ -153,6 +154,9 @@ class Choices(NamedTuple):
 
     ``COLS`` and ``WARPS`` are those of the partition that serves tickets. With ``PARTITIONS`` = 2,
     *reduce* and *multiply* are two programs.
+
+    ``TOGETHER``, ``AHEAD``, ``LEFT`` : see ``serve_tickets``; the last one of *reduce*. No tile is
+    counted as drawn here.
     """
 
     WORLD_SIZE: int
@@ -171,6 +175,9 @@ class Choices(NamedTuple):
     WARPS: int
     PARTITIONS: int
     SHARERS: int = 1
+    TOGETHER: int = 2
+    AHEAD: int = 4
+    LEFT: int = 0
 
 
 @triton.jit
@@ -226,10 +233,24 @@ def translated_kernel(
             push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
         list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
         if PARTITIONS == 2:
-            serve_tickets(tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=1)
+            serve_tickets(
+                tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=1, LEFT=C.LEFT
+            )
     if partition == PARTITIONS - 1:
         multiply_role(operands, sizes, cut, counts, program, programs, C)
-        serve_tickets(tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=2)
+        serve_tickets(
+            tensors,
+            peers,
+            cut,
+            current,
+            programs,
+            C,
+            COLS,
+            WARPS,
+            KINDS=2,
+            TOGETHER=C.TOGETHER,
+            AHEAD=C.AHEAD,
+        )
     if (partition == 0) & (program == programs - 1):
         for step in tl.static_range(1, WORLD_SIZE):  # also if this rank has no tokens
             index = (rank + step) % WORLD_SIZE * MAX_SLICES + chunks * groups
@@ -253,7 +274,7 @@ def launch(
     num_sms: int,
 ) -> None:
     """As ``combine_triton.launch``, with one program per rank. With ``num_reduce`` = 0, two per
-    multiprocessor."""
+    multiprocessor; ``num_finish`` is LEFT then."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
     entries = s.world_size * s.max_tokens
     # NaN as a weight
@@ -279,18 +300,30 @@ def launch(
         cut.groups,
         cut.group_blocks,
         cut.blocks,
-        Choices(*choices, WARPS=c.num_warps, PARTITIONS=partitions),
+        Choices(
+            *choices,
+            WARPS=c.num_warps,
+            PARTITIONS=partitions,
+            LEFT=c.num_finish if partitions == 2 else 0,
+            **_SUMS,
+        ),
     )
 
 
 def parity(
-    me: Member, cases: list[Case], configs: list[CombineConfig], weighted: bool = True
+    me: Member,
+    cases: list[Case],
+    configs: list[CombineConfig],
+    weighted: bool = True,
+    sums: dict[str, int] | None = None,
 ) -> None:
     """``combine.parity`` of the translated kernel. ``num_warps`` is that of the partition that
-    serves tickets."""
+    serves tickets. ``sums``: TOGETHER and AHEAD."""
     theirs, plain.launch = plain.launch, launch
+    _SUMS.update(sums or {})
     try:
         for config in configs:
             combine.parity(me, cases, config, False, weighted)
     finally:
         plain.launch = theirs
+        _SUMS.clear()

@@ -3,7 +3,7 @@
 A module of experts has ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I], stacked, which its
 decorator ``use_experts_implementation`` describes: transposed, interleaved, with biases, with or
 without a gate. ``_apply_gate`` computes rows of its activation, also those of one's own, such as
-the clamped SwiGLU of gpt-oss.
+the clamped SwiGLU of gpt-oss. Those with FP8 weights: ``_scaled_experts.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import require
+from tileweave.integrations import _scaled_experts as fp8
 from tileweave.nn.linear import under_autocast
 from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
@@ -93,11 +94,14 @@ class ExpertParallel:
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, for this rank's tokens."""
         experts, group = self.experts, self.group
+        if fp8.is_fp8(experts):
+            activate = None if self._is_swiglu() else self._activate
+            return fp8.compute(experts, x, ids, weights, most, group, activate)
         first = experts.gate_up_proj if experts.has_gate else experts.up_proj
         require(
             first.dtype in DTYPES and experts.down_proj.dtype in DTYPES,
             lambda: f"{type(experts).__name__} with weights in {first.dtype}",
-            "float16, bfloat16 or float32",
+            "float16, bfloat16 or float32, or FP8 with scales of blocks",
             'load the model with another ep_implementation, such as "auto"',
         )
         rows, up, down = under_autocast(x.contiguous(), first, experts.down_proj)
@@ -117,7 +121,7 @@ class ExpertParallel:
         """The activation of each row. Undefined rows stay undefined: it treats rows one by one."""
         experts = self.experts
         if not experts.has_gate:
-            return experts.act_fn(y)
+            return experts.act_fn(y).contiguous()
         if self._is_swiglu():
             return swiglu(y, plan)
         return experts._apply_gate(y).contiguous()
@@ -125,7 +129,10 @@ class ExpertParallel:
     def _is_swiglu(self) -> bool:
         """Whether the activation is silu(gate) * up, gate rows first."""
         experts = self.experts
+        if not experts.has_gate:
+            return False
         default = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+        default = default or fp8.is_plain_swiglu(experts)
         silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU) or (
             type(getattr(experts, "act_fn", None)).__name__ == "SiLUActivation"
         )

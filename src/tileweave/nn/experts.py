@@ -3,52 +3,26 @@ DeepSeek models."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import gelu, pad, relu, silu
+from torch.nn.functional import pad
 
 from tileweave.errors import require
-from tileweave.nn.linear import fill_shard, under_autocast
-from tileweave.nn.moe_configs import options_of
+from tileweave.nn.gated_experts import ACTIVATIONS, CLAMPED, Experts
+from tileweave.nn.moe_configs import fp8_of, options_of
 from tileweave.nn.replicated import make_replicated
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
-from tileweave.nn.shards import ShardedModule, is_dtensor, local, mesh_of, sharded
+from tileweave.nn.scaled_experts import FP8Experts, dequantized
+from tileweave.nn.shards import is_dtensor, mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
-from tileweave.ops.core.replicated import copy_to_group, gather_parts, own_part
-from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
-from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
-from tileweave.ops.experts.routing_plan import RoutingPlan
-from tileweave.ops.experts.swiglu import swiglu
+from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.ops.matmul.scaled import FP8
 
-# Functions of an expert's rows [gate, up]; names of transformers' ``hidden_act``.
-ACTIVATIONS = {
-    "silu": silu,
-    "swiglu": silu,
-    "gelu": gelu,
-    "geglu": gelu,
-    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
-}
-CLAMPED = "clamped_swiglu"  # of gpt-oss
-ALPHA, LIMIT = 1.702, 7.0
 _ACTIVATION = "hidden_act"  # in the metadata of a state_dict
-
-
-def activate(y: torch.Tensor, plan: RoutingPlan, hidden_act: str) -> torch.Tensor:
-    """The activation of each row [gate, up] of ``plan``; undefined rows stay undefined."""
-    if hidden_act in ("silu", "swiglu"):
-        return swiglu(y, plan)
-    gate, up = y.chunk(2, -1)
-    if hidden_act == CLAMPED:
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return (gate * (ALPHA * gate).sigmoid() * (up + 1)).contiguous()
-    return (ACTIVATIONS[hidden_act](gate) * up).contiguous()
 
 
 class GatedMLP(nn.Module):
@@ -73,57 +47,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Experts(ShardedModule):
-    """All experts, stacked, DTensors sharded by expert: ``gate_up_proj`` [E, 2 I, H] (gate rows,
-    then up rows) and ``down_proj`` [E, H, I]; with biases also ``gate_up_proj_bias`` [E, 2 I] and
-    ``down_proj_bias`` [E, H].
-
-    Each rank has ``each`` = ceil(E / R) experts in order, the last ranks fewer or none.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
-        group: Group | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        from torch.distributed.tensor import Shard
-
-        super().__init__()
-        self.group_name, self.hidden_size = name_of(group), hidden_size
-        self.intermediate_size = intermediate_size
-        rank, size = rank_and_size(self.group_name)
-        self.each = -(-count // size)
-        mine = max(min(self.each, count - rank * self.each), 0)
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate_up_proj": (2 * intermediate_size, hidden_size),
-            "down_proj": (hidden_size, intermediate_size),
-        }
-        if bias:
-            shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
-        for name, shape in shapes.items():
-            shard = torch.empty(mine, *shape, device=device, dtype=dtype)
-            mesh = mesh_of(group, shard.device)
-            setattr(self, name, sharded(shard, mesh, Shard(0), (count, *shape)))
-        self.reset_parameters()
-
-    def padded(self, shard: torch.Tensor) -> torch.Tensor:
-        """``shard`` of a parameter with experts of zeros, which no token has: operators take as
-        many on each rank."""
-        missing = self.each - shard.shape[0]
-        return pad(shard, (0, 0) * (shard.dim() - 1) + (0, missing)) if missing else shard
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                inner = self.hidden_size if "gate_up" in name else self.intermediate_size
-                fill_shard(local(parameter), 1 / math.sqrt(inner), self.group_name)
-
-
 class MoE(nn.Module):
     """``sum over its k experts of weight * expert(x)`` for each token, plus a shared expert.
 
@@ -135,6 +58,7 @@ class MoE(nn.Module):
     experts.down_proj               [E, H, I]
     experts.gate_up_proj_bias       [E, 2 I]            with ``bias``
     experts.down_proj_bias          [E, H]
+    experts.*_proj_scale_inv        [E, N/128, K/128]   with ``fp8``: of 128 x 128, rounded up
     shared_experts.*_proj.weight    as in nn.Linear     optional; the same on every rank
     x                               [..., H]            tokens, this rank's or of all ranks
     y                               [..., H]            of the same shape and dtype
@@ -174,6 +98,13 @@ class MoE(nn.Module):
     bias : bool
         whether experts have biases.
 
+    fp8 : str, optional
+        "block": experts are float8_e4m3fn with a float32 scale for 128 x 128 of a weight, for
+        inference; tokens are quantised in each call, with a scale for 128 elements, before they are
+        sent. Weights of 16 or 32 bits that are loaded are quantised, each rank its own. Router,
+        biases and shared expert keep ``dtype``, and results have the dtype of x. Calls with
+        gradients are refused. See also :meth:`quantize_experts`.
+
     tokens : str
         "own": each rank has its tokens. "replicated": all ranks have the same tokens, as after a
         tensor-parallel attention; each computes a slice of them, and results are gathered.
@@ -199,7 +130,8 @@ class MoE(nn.Module):
     ------
     InputError
         if ``top_k`` is larger than ``num_experts``, the activation is unknown or not that of a
-        loaded state_dict, or x does not fit. For other errors of a call see
+        loaded state_dict, x does not fit, or with ``fp8`` sizes are no multiples of 16 or a call
+        needs gradients. For other errors of a call see
         ``tileweave.dispatch_grouped_matmul`` and ``tileweave.grouped_matmul_combine``.
 
     Notes
@@ -226,6 +158,7 @@ class MoE(nn.Module):
         shared_intermediate_size: int = 0,
         hidden_act: str = "silu",
         bias: bool = False,
+        fp8: str | None = None,
         tokens: str = "own",
         normalize: bool = True,
         router: nn.Module | None = None,
@@ -257,11 +190,17 @@ class MoE(nn.Module):
             '"own" or "replicated"',
             "pass one",
         )
+        require(
+            fp8 in (None, "block"),
+            f"fp8={fp8!r}",
+            "'block' or None: experts have scales of blocks",
+            'pass fp8="block"',
+        )
         self.hidden_act, self.tokens = hidden_act, tokens
         if router is None:
             router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
         self.gate = router
-        self.experts = Experts(
+        self.experts = (Experts if fp8 is None else FP8Experts)(
             num_experts, hidden_size, intermediate_size, bias, group, device, dtype
         )
         self.shared_experts = None
@@ -281,6 +220,7 @@ class MoE(nn.Module):
         cls,
         config: object,
         *,
+        fp8: str | None = None,
         tokens: str = "own",
         max_tokens: int | None = None,
         group: Group | None = None,
@@ -294,17 +234,22 @@ class MoE(nn.Module):
         config : mapping or object with attributes
             As in transformers, of model_type "mixtral", "qwen3_moe" or "deepseek_v3".
 
+        fp8 : str, optional
+            As of the class. None: as the configuration has it: "block" where its
+            ``quantization_config`` is fine-grained FP8 in blocks of 128 x 128.
+
         tokens, max_tokens, group, device, dtype
             As of the class.
 
         Raises
         ------
         InputError
-            If the model is another one, something is missing, or ``hidden_act`` is an activation
-            that the layer does not compute.
+            If the model is another one, something is missing, ``hidden_act`` is an activation that
+            the layer does not compute, or experts are quantised in another way.
         """
         sizes, options = options_of(config)
         kinds = {"device": device, "dtype": dtype}
+        options["fp8"] = fp8 or fp8_of(config)
         sigmoid = options.pop("sigmoid", None)
         if sigmoid is not None:
             hidden_size, _, count, top_k = sizes
@@ -329,9 +274,25 @@ class MoE(nn.Module):
             "the same activation",
             f"make the layer with hidden_act={theirs!r}",
         )
+        if self.shared_experts is not None:
+            for name, _ in self.shared_experts.named_parameters():
+                _dequantize_in(state_dict, f"{prefix}shared_experts.{name}")
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def quantize_experts(self) -> MoE:
+        """Make experts of 16 or 32 bits those of a layer with ``fp8="block"``, each rank its own,
+        and return the layer. Memory for both is needed meanwhile. No effect on FP8 experts.
+
+        Raises
+        ------
+        InputError
+            if hidden or intermediate size is no multiple of 16.
+        """
+        if not isinstance(self.experts, FP8Experts):
+            self.experts = FP8Experts.of(self.experts)
+        return self
 
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state_dict of the whole layer, with all experts stacked; each rank takes its
@@ -374,26 +335,12 @@ class MoE(nn.Module):
 
     def _own_tokens(self, tokens: torch.Tensor, count: int | None) -> torch.Tensor:
         """The layer for this rank's tokens, of which only the first ``count`` are tokens."""
-        experts, act = self.experts, self.hidden_act
         weights, ids = self.gate(tokens)
         if count is not None:
             beyond = torch.arange(ids.shape[0], device=ids.device) >= count
             ids = ids.masked_fill(beyond[:, None], -1)
         ids, weights = ids.contiguous(), weights.contiguous()
-        shards = (experts.padded(local(w)) for w in (experts.gate_up_proj, experts.down_proj))
-        rows, up, down = under_autocast(tokens, *shards)
-        y, plan = dispatch_grouped_matmul(
-            rows, up, ids, group=self.group_name, max_tokens=self.max_tokens
-        )
-        biases = experts._parameters.get("gate_up_proj_bias")
-        if biases is not None:
-            y = y + _bias_of_rows(experts.padded(local(biases)), plan).to(y.dtype)
-        z = grouped_matmul_combine(
-            activate(y, plan, act), down, plan, weights, group=self.group_name
-        )
-        if biases is not None:
-            shard = experts.padded(local(experts.down_proj_bias))
-            z = z + _bias_of_tokens(shard, ids, weights, self.group_name).to(z.dtype)
+        z = self.experts.run(tokens, ids, weights, self.max_tokens, self.hidden_act)
         return z if self.shared_experts is None else z + self.shared_experts(tokens)
 
     def extra_repr(self) -> str:
@@ -401,6 +348,7 @@ class MoE(nn.Module):
             f"hidden_size={self.hidden_size}, "
             f"experts={self.num_experts} / {self.world_size} ranks, "
             f"hidden_act={self.hidden_act!r}, tokens={self.tokens!r}"
+            + (", fp8='block'" if isinstance(self.experts, FP8Experts) else "")
         )
 
 
@@ -410,29 +358,22 @@ def _same_activation(one: str, other: str) -> bool:
     return one == other
 
 
+def _dequantize_in(state: Any, name: str) -> None:
+    """Replace an FP8 weight of a state_dict by the numbers that it represents."""
+    weight = state.get(name)
+    if weight is None or weight.dtype != FP8:
+        return
+    scale = state.pop(f"{name}_scale_inv", None)
+    require(
+        scale is not None,
+        f"{name} of float8_e4m3fn without {name}_scale_inv",
+        "both",
+        "pass the state_dict of the whole layer",
+    )
+    state[name] = dequantized(weight, scale)
+
+
 def _note_activation(
     module: nn.Module, _state: object, _prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     local_metadata[_ACTIVATION] = module.hidden_act
-
-
-def _bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[E / R, N] -> [bound, N]: the bias of each row's expert, 0 for undefined rows, whose gradient
-    is then left out."""
-    rows = torch.arange(plan.bound, dtype=torch.int32, device=bias.device)
-    expert = torch.searchsorted(plan.offsets[1:], rows, right=True)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
-
-
-def _bias_of_tokens(
-    bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group_name: str
-) -> torch.Tensor:
-    """[E / R, N] -> [T, N]: the weighted sum of the biases of each token's experts.
-
-    Biases of all experts are small: they are gathered, so that no second combine is needed.
-    """
-    everyone = copy_to_group(gather_parts(bias, 0, group_name), group_name)
-    chosen = weights.new_zeros(ids.shape[0], everyone.shape[0])
-    used = weights.masked_fill(ids < 0, 0)
-    chosen = chosen.scatter_add(1, ids.long().clamp(min=0), used)
-    return chosen.to(everyone.dtype) @ everyone

@@ -49,3 +49,25 @@ def options_of(config: object) -> tuple[tuple[int, int, int, int], dict[str, Any
             "scale": get("routed_scaling_factor"),
         }
     return sizes, options
+
+
+def fp8_of(config: object) -> str | None:
+    """The option ``fp8`` of the layer of ``config``, by its ``quantization_config``."""
+
+    def get(of: object, name: str) -> Any:
+        return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+
+    found = get(config, "quantization_config")
+    if found is None or get(found, "dequantize"):
+        return None
+    method = get(found, "quant_method")
+    size, scheme = get(found, "weight_block_size"), get(found, "activation_scheme")
+    require(
+        getattr(method, "value", method) == "fp8"
+        and tuple(size or ()) == (128, 128)
+        and scheme in (None, "dynamic"),
+        f"experts quantised by {method!s}, blocks {size}, activation_scheme={scheme!r}",
+        "fine-grained FP8 in blocks of 128 x 128, with dynamic scales of tokens",
+        "load the checkpoint dequantised, and remove quantization_config",
+    )
+    return "block"

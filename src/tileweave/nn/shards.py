@@ -100,6 +100,10 @@ class ShardedModule(nn.Module):
     DTensors of any placement, and whole plain tensors, of which each rank takes its shard.
     """
 
+    def prepared(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """``state`` with what is loaded as it should be loaded."""
+        return state
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -110,7 +114,7 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = dict(state_dict)
+        known = self.prepared(dict(state_dict), prefix)
         for name, parameter in self._parameters.items():
             given = known.get(prefix + name)
             if parameter is None or given is None or not is_dtensor(parameter) or is_dtensor(given):

@@ -140,6 +140,11 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
     """Chosen by the average rows per expert. Few rows are bound by reading weights, many by the
     tensor cores (decisions 0029, 0030)."""
     rows = s.rows_per_expert
+    if s.fp8 and rows <= 4:  # as many bytes in flight as with 16 bits
+        workers = 32 if rows <= 2 else 64
+        return CombineConfig("triton", 16, 128, 128, 7, 4, 8, 4, 1, 1, 1024, workers, workers, 2)
+    if s.fp8 and rows <= 16:
+        return CombineConfig("triton", 32, 128, 128, 5, 4, 8, 4, 1, 1, 1024, 64, 64, 2)
     if s.fp8:
         return CombineConfig("hopper", 128, 256, 128, 4, 4, 8, 4, 7, 16, 256)
     if rows <= 4:

@@ -54,6 +54,7 @@ from tileweave.device.gluon.tickets import deal, make_deal, take
 from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import tiles as grouped_tiles
 from tileweave.kernels.experts.combine_hopper_tasks import (
+    AHEAD,
     HELD,
     Current,
     Cut,
@@ -117,6 +118,11 @@ class Choices(NamedTuple):
     MULTIPLY_REGISTERS : of each of several partitions that multiply.
 
     EARLY : *reduce* draws tickets.
+
+    LEFT : of *reduce*: see ``serve_tickets``.
+
+    LATE_TOGETHER, LATE_AHEAD : tokens that a thread of *multiply* sums at once, and rows of each
+        that it loads at once.
     """
 
     WORLD_SIZE: int
@@ -139,6 +145,9 @@ class Choices(NamedTuple):
     TOGETHER: int = HELD.value
     MULTIPLY_REGISTERS: int = 0
     EARLY: bool = True
+    LEFT: int = 0
+    LATE_TOGETHER: int = HELD.value
+    LATE_AHEAD: int = AHEAD.value
 
 
 @gluon.jit
@@ -305,6 +314,7 @@ def reduce_partition(tensors, peers, rank, sizes, cut, num_partitions, C: gl.con
             WARPS=WARPS,
             KINDS=1,
             TOGETHER=C.TOGETHER,
+            LEFT=C.LEFT,
         )
     if program == programs - 1:  # also if this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
@@ -392,10 +402,10 @@ WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "tokens")
 MAPS = ("y_desc", "experts_desc", "products_desc")
 
 
-def late_cols(config: CombineConfig) -> int:
+def late_cols(config: CombineConfig, together: int = HELD.value) -> int:
     """Columns that the multiplying warps sum at once: as many as let them take all tokens of a
-    block together, so that its lists are read once."""
-    threads = HELD.value * config.num_warps
+    block together, so that its lists are read once. ``together``: tokens of a thread."""
+    threads = together * config.num_warps
     return triton.next_power_of_2(max(256, 256 * threads // config.block_tokens))
 
 

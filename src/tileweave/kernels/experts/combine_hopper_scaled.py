@@ -42,6 +42,7 @@ from tileweave.kernels.experts.combine_hopper import (
     choices_of,
     count_stored,
     fixed_arguments,
+    late_cols,
     load_partition,
     new_lists,
     reduce_partition,
@@ -61,7 +62,21 @@ from tileweave.planning.combine import CombineConfig
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
-MULTIPLY_REGISTERS, REDUCE_REGISTERS, TOGETHER, EARLY = 224, 56, 1, True
+
+
+class Shares(NamedTuple):
+    """How a program's registers and the sums of tokens are divided; of :class:`Choices`."""
+
+    MULTIPLY_REGISTERS: int = 224
+    REDUCE_REGISTERS: int = 56
+    TOGETHER: int = 1
+    EARLY: bool = True
+    LEFT: int = 0
+    LATE_TOGETHER: int = 2
+    LATE_AHEAD: int = 4
+
+
+SHARES = Shares()
 
 
 class Scales(NamedTuple):
@@ -149,7 +164,17 @@ def multiply_scaled_partition(
     count_stored(counts, stored, epoch)
     current = Current(rank, epoch, counts)
     serve_tickets(
-        tensors, peers, cut, current, gl.num_programs(0), C, COLS=LATE_COLS, WARPS=4, KINDS=2
+        tensors,
+        peers,
+        cut,
+        current,
+        gl.num_programs(0),
+        C,
+        COLS=LATE_COLS,
+        WARPS=4,
+        KINDS=2,
+        TOGETHER=C.LATE_TOGETHER,
+        AHEAD=C.LATE_AHEAD,
     )
     leave(peers, epoch, num_partitions)
 
@@ -243,10 +268,8 @@ def launcher(
     )
     choices = choices_of(s, c)._replace(
         SHARERS=SHARERS.value,
-        REDUCE_REGISTERS=REDUCE_REGISTERS,
-        TOGETHER=TOGETHER,
-        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
-        EARLY=EARLY,
+        LATE_COLS=late_cols(c, SHARES.LATE_TOGETHER),
+        **SHARES._asdict(),
     )
     row, block = y_scale.stride()
 

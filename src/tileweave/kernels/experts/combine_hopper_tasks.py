@@ -41,6 +41,7 @@ from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
     COUNTER_WORDS,
+    DRAWN,
     LISTED,
     SENT,
     TICKETS,
@@ -257,29 +258,30 @@ def load_entry(entries, base, here, i, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def load_entries(entries, base, here, i, TOPK: gl.constexpr):
+def load_entries(entries, base, here, i, TOPK: gl.constexpr, AHEAD: gl.constexpr):
     """AHEAD entries of the lists that begin at ``base``, from ``i`` on."""
-    entry0 = load_entry(entries, base, here, i, TOPK)
-    entry1 = load_entry(entries, base, here, i + 1, TOPK)
-    entry2 = load_entry(entries, base, here, i + 2, TOPK)
-    entry3 = load_entry(entries, base, here, i + 3, TOPK)
-    return entry0, entry1, entry2, entry3
+    found = (load_entry(entries, base, here, i, TOPK),)
+    for j in gl.static_range(1, AHEAD):
+        found = found + (load_entry(entries, base, here, i + j, TOPK),)
+    return found
 
 
 @gluon.jit
-def load_list(tensors, first, token, limit, C: gl.constexpr):
+def load_list(tensors, first, token, limit, C: gl.constexpr, AHEAD: gl.constexpr):
     """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD rows and factors
     of their lists, whether used or not."""
     TOPK: gl.constexpr = C.TOPK
     here = token < limit
     base = (first + token) * TOPK
     length = gl.load(tensors.lengths + first + token, mask=here, other=0)
-    rows = load_entries(tensors.rows, base, here, 0, TOPK)
+    rows = load_entries(tensors.rows, base, here, 0, TOPK, AHEAD)
     if C.WEIGHTED:
-        factors = load_entries(tensors.factors, base, here, 0, TOPK)
+        factors = load_entries(tensors.factors, base, here, 0, TOPK, AHEAD)
     else:
         one = token.to(gl.float32) * 0 + 1
-        factors = (one, one, one, one)
+        factors = (one,)
+        for _ in gl.static_range(1, AHEAD):
+            factors = factors + (one,)
     return length, rows, factors
 
 
@@ -291,37 +293,44 @@ def load_row(products, row, here, col, inside, cols):
 
 
 @gluon.jit
-def add_rows(acc, products, length, first, rows, factors, col, inside, cols):
+def add_rows(acc, products, length, first, rows, factors, col, inside, cols, AHEAD: gl.constexpr):
     """``acc`` plus AHEAD weighted rows of each token, its entries from ``first`` on. All are loaded
     before any is used."""
-    value0 = load_row(products, rows[0], length > first, col, inside, cols)
-    value1 = load_row(products, rows[1], length > first + 1, col, inside, cols)
-    value2 = load_row(products, rows[2], length > first + 2, col, inside, cols)
-    value3 = load_row(products, rows[3], length > first + 3, col, inside, cols)
-    acc += value0.to(gl.float32) * factors[0][:, None]
-    acc += value1.to(gl.float32) * factors[1][:, None]
-    acc += value2.to(gl.float32) * factors[2][:, None]
-    acc += value3.to(gl.float32) * factors[3][:, None]
+    values = (load_row(products, rows[0], length > first, col, inside, cols),)
+    for j in gl.static_range(1, AHEAD):
+        values = values + (load_row(products, rows[j], length > first + j, col, inside, cols),)
+    for j in gl.static_range(AHEAD):
+        acc += values[j].to(gl.float32) * factors[j][:, None]
     return acc
 
 
 @gluon.jit
 def sum_rows(
-    tensors, base, length, rows, factors, col, inside, cols, C: gl.constexpr, layout: gl.constexpr
+    tensors,
+    base,
+    length,
+    rows,
+    factors,
+    col,
+    inside,
+    cols,
+    C: gl.constexpr,
+    AHEAD: gl.constexpr,
+    layout: gl.constexpr,
 ):
     """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists, which begin at
     ``base`` and of which ``rows`` and ``factors`` are the first AHEAD entries."""
     TOPK: gl.constexpr = C.TOPK
     products = tensors.products
     acc = gl.zeros((length.shape[0], col.shape[0]), gl.float32, layout)
-    acc = add_rows(acc, products, length, 0, rows, factors, col, inside, cols)
+    acc = add_rows(acc, products, length, 0, rows, factors, col, inside, cols, AHEAD)
     if TOPK > AHEAD:
         for first in range(AHEAD, gl.max(length, axis=0), AHEAD):
             here = length > first
-            rows = load_entries(tensors.rows, base, here, first, TOPK)
+            rows = load_entries(tensors.rows, base, here, first, TOPK, AHEAD)
             if C.WEIGHTED:
-                factors = load_entries(tensors.factors, base, here, first, TOPK)
-            acc = add_rows(acc, products, length, first, rows, factors, col, inside, cols)
+                factors = load_entries(tensors.factors, base, here, first, TOPK, AHEAD)
+            acc = add_rows(acc, products, length, first, rows, factors, col, inside, cols, AHEAD)
     return acc
 
 
@@ -337,6 +346,7 @@ def reduce_block(
     FINISH: gl.constexpr,
     SUB: gl.constexpr,
     COLS: gl.constexpr,
+    AHEAD: gl.constexpr,
     layout: gl.constexpr,
 ):
     """Sums of the rows that a block of tokens has on this rank, stored in rows of ``target``.
@@ -353,13 +363,15 @@ def reduce_block(
     end = gl.minimum((block.number + 1) * TOKENS, block.limit)
     token = block.number * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
     for begin in range(block.number * TOKENS, end, SUB):
-        entry, rows, factors = load_list(tensors, first, token, end, C)
+        entry, rows, factors = load_list(tensors, first, token, end, C, AHEAD)
         length = entry & LENGTH
         for left in range(block.first_col, block.col_limit, COLS):
             col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
             inside = (col < block.col_limit)[None, :]
             base = (first + token) * TOPK
-            acc = sum_rows(tensors, base, length, rows, factors, col, inside, cols, C, layout)
+            acc = sum_rows(
+                tensors, base, length, rows, factors, col, inside, cols, C, AHEAD, layout
+            )
             if FINISH:
                 acc = add_partials(
                     acc, partials, cut, source, entry >> OWNERS, token, col, inside, C
@@ -401,10 +413,13 @@ def serve_tickets(
     WARPS: gl.constexpr,
     KINDS: gl.constexpr,
     TOGETHER: gl.constexpr = HELD,
+    AHEAD: gl.constexpr = AHEAD,
+    LEFT: gl.constexpr = 0,
 ):
     """Reduce and finish blocks until there are none. ``KINDS``: 1 to draw early tickets, 2 to
     draw the late ones after them. ``COLS``: columns that are summed at once; ``TOGETHER``: tokens
-    of a thread.
+    of a thread; ``AHEAD``: rows of each that are loaded at once. ``LEFT``: draw only while more
+    than this many tiles a program are left, and one ticket at a time; 0: all there are.
 
     The program that stores the last block of a (chunk, group) for a peer signals it.
     """
@@ -428,6 +443,7 @@ def serve_tickets(
     ends = gl.load(tensors.offsets + index + 1, mask=index < experts, other=0)
     tile_rows = gl.sum((ends - first_rows + TILE_M - 1) // TILE_M, axis=0)
     tile_cols = (cols + TILE_N - 1) // TILE_N
+    last_draw = tile_rows * tile_cols - LEFT * programs  # with LEFT, in tiles that are drawn
 
     own_blocks = (cut.tokens + TOKENS - 1) // TOKENS
     peer_blocks = (WORLD_SIZE - 1) * blocks
@@ -440,7 +456,9 @@ def serve_tickets(
         count = count_tickets(late, cut.chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:
-            following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+            following = count
+            if LEFT == 0:
+                following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             is_send, chunk, step = place_ticket(ticket, late, cut.chunks, peer_blocks, own_blocks)
             # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
             while made <= chunk:
@@ -457,7 +475,18 @@ def serve_tickets(
                 slot += index_of(rank, peer).to(gl.int64) * cut.max_tokens * cols
                 block = Block(peer, number, cut.max_tokens, first_col, col_limit)
                 reduce_block(
-                    tensors, peers, cut, block, slot, peers.slots, C, False, SUB, COLS, layout
+                    tensors,
+                    peers,
+                    cut,
+                    block,
+                    slot,
+                    peers.slots,
+                    C,
+                    False,
+                    SUB,
+                    COLS,
+                    AHEAD,
+                    layout,
                 )
                 group = number // cut.group_blocks
                 word = chunk * cut.groups + group
@@ -487,6 +516,21 @@ def serve_tickets(
                 block = Block(rank, step, cut.tokens, first_col, col_limit)
                 partials = peers.slots + slot_offset
                 reduce_block(
-                    tensors, peers, cut, block, tensors.out, partials, C, True, SUB, COLS, layout
+                    tensors,
+                    peers,
+                    cut,
+                    block,
+                    tensors.out,
+                    partials,
+                    C,
+                    True,
+                    SUB,
+                    COLS,
+                    AHEAD,
+                    layout,
                 )
+            if LEFT > 0:
+                # an atomic: one number for all warps
+                if gl.atomic_add(counts + DRAWN, 0, sem="relaxed", scope="gpu") < last_draw:
+                    following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             ticket = following

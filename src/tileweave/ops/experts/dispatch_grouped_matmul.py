@@ -177,7 +177,7 @@ def dispatch_grouped_matmul(
     name = name_of(group)
     scaling = Scaling(x_scale, w_scale, quantize, out_dtype)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
-    as_fp8 = check_own(OP, name, scaled.scaling_of, OP, x, experts, scaling, out)
+    as_fp8 = check_own(OP, name, scaled.arguments_of, OP, x, experts, scaling, out)
     x = contiguous(x, "x", OP)
     if plan is None:
         assert topk_ids is not None, "checked above: there is a plan or there are ids"
@@ -589,7 +589,7 @@ def explain(
     if isinstance(topk_ids, int):
         topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
     _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
-    scaled.scaling_of(OP, x, experts, Scaling(x_scale, w_scale, quantize, out_dtype), None)
+    scaled.check_explained(OP, x, experts, Scaling(x_scale, w_scale, quantize, out_dtype))
     if plan is None:
         assert topk_ids is not None, "checked above"
         most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]

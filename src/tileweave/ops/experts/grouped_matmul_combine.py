@@ -137,7 +137,7 @@ def grouped_matmul_combine(
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
     scaling = Scaling(y_scale, w_scale, None, out_dtype)
-    as_fp8 = check_own(OP, name, scaled.scaling_of, OP, y, experts, scaling, out)
+    as_fp8 = check_own(OP, name, scaled.arguments_of, OP, y, experts, scaling, out)
     if as_fp8 is not None:
         return scaled.call(OP, (y, y_scale, experts, w_scale, *sizes, name, *as_fp8), out)
     if out is not None:
@@ -424,7 +424,7 @@ def explain(
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
     scaling = Scaling(y_scale, w_scale, None, out_dtype)
-    if scaled.scaling_of(OP, y, experts, scaling, None) is None:
+    if not scaled.check_explained(OP, y, experts, scaling):
         check_inputs(y, experts, plan, None, None)
     return plan_call(plan, experts, known_topology_of(plan.group_name, plan.world_size))
 

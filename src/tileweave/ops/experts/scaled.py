@@ -143,6 +143,28 @@ def _launcher(
 # --- Checks ---
 
 
+def check_scales_given(
+    scale: torch.Tensor | None, w_scale: torch.Tensor | None, quantize: str, name: str
+) -> None:
+    """Raise :class:`InputError` unless ``w_scale`` is given, and either the scale of the rows or
+    ``quantize``."""
+    require(
+        quantize in ("", QUANTIZE),
+        f"quantize={quantize!r}",
+        "'block' or None: experts have scales of blocks",
+        "pass quantize='block'",
+    )
+    require(
+        w_scale is not None and (scale is None) == bool(quantize),
+        lambda: (
+            f"{name}_scale {'missing' if scale is None else 'given'}, "
+            f"w_scale {'missing' if w_scale is None else 'given'}, quantize={quantize or None!r}"
+        ),
+        f"w_scale, and either {name}_scale or quantize='block'",
+        "pass the scales that the operands were quantised with",
+    )
+
+
 def check_scaled_experts(
     rows: torch.Tensor,
     scale: torch.Tensor | None,
@@ -161,12 +183,6 @@ def check_scaled_experts(
             f"{experts.dtype}, quantize={quantize or None!r}"
         )
 
-    require(
-        quantize in ("", QUANTIZE),
-        f"quantize={quantize!r}",
-        "'block' or None: experts have scales of blocks",
-        "pass quantize='block'",
-    )
     wide = rows.dtype in (torch.bfloat16, torch.float16, torch.float32)
     require(
         experts.dtype == FP8 and (wide if quantize else rows.dtype == FP8),
@@ -174,15 +190,7 @@ def check_scaled_experts(
         f"{name} and experts of float8_e4m3fn; with quantize= {name} of 16 or 32 bits",
         "quantise experts by tw.quantize(w, 'tile') each, and pass quantize='block'",
     )
-    require(
-        w_scale is not None and (scale is None) == bool(quantize),
-        lambda: (
-            f"{name}_scale {'missing' if scale is None else 'given'}, "
-            f"w_scale {'missing' if w_scale is None else 'given'}, quantize={quantize or None!r}"
-        ),
-        f"w_scale, and either {name}_scale or quantize='block'",
-        "pass the scales that the operands were quantised with",
-    )
+    check_scales_given(scale, w_scale, quantize, name)
     require(
         out_dtype in OUT_DTYPES,
         f"out_dtype={out_dtype}",

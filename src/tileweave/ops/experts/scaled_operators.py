@@ -35,6 +35,7 @@ from tileweave.ops.experts.scaled import (
     ScaledRows,
     check_placed,
     check_scaled_experts,
+    check_scales_given,
     multiply_rows,
     packed,
     unpacked,
@@ -51,21 +52,36 @@ DISPATCH, COMBINE = dispatch_grouped_matmul_fused.OP, grouped_matmul_combine_fus
 NAMES = {DISPATCH: "dispatch_grouped_scaled_matmul", COMBINE: "grouped_scaled_matmul_combine"}
 
 
-def scaling_of(
+def arguments_of(
     op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling, out: torch.Tensor | None
 ) -> tuple[str, ...] | None:
-    """Check what the schema of the torch operator has no place for. Returns its last arguments;
-    None for a call without FP8. x: y of ``grouped_matmul_combine``."""
+    """The last arguments of the torch operator for a public call; None for a call without FP8.
+    x: y of ``grouped_matmul_combine``.
+
+    Checks only what the operator cannot check: that the tensors it needs are there, and gradients,
+    which it does not see while torch traces.
+    """
     if not given.given:
         return None
     refuse_gradients(x, given.x_scale, experts, given.w_scale, out)
+    name, quantize = ("x" if op == DISPATCH else "y"), given.quantize or ""
+    check_scales_given(given.x_scale, given.w_scale, quantize, name)
     dtype = given.out_dtype
     if dtype is None:
         dtype = torch.bfloat16 if x.dtype in (FP8, torch.float32) else x.dtype
-    out_dtype, quantize = str(dtype).removeprefix("torch."), given.quantize or ""
+    out_dtype = str(dtype).removeprefix("torch.")
+    return (out_dtype, quantize) if op == DISPATCH else (out_dtype,)
+
+
+def check_explained(op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling) -> bool:
+    """Whether a call has FP8 operands. Raises for operands that do not fit."""
+    found = arguments_of(op, x, experts, given, None)
+    if found is None:
+        return False
+    out_dtype, quantize = found if op == DISPATCH else (*found, "")
     name = "x" if op == DISPATCH else "y"
     check_scaled_experts(x, given.x_scale, experts, given.w_scale, quantize, out_dtype, name)
-    return (out_dtype, quantize) if op == DISPATCH else (out_dtype,)
+    return True
 
 
 def _multiply(

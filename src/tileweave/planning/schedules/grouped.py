@@ -270,6 +270,8 @@ def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     """Chosen by rows per expert. Small tiles while reading weights takes the time; for more rows,
     rows in the order of experts (decisions 0029, 0027)."""
     rows, blocks = p.rows_per_expert, min(32, p.experts)
+    if p.fp8 and rows <= 2:  # as many bytes in flight as with 16 bits
+        return DispatchConfig("triton", 16, 128, 128, 9, 4, 8, 16, push_rows=1, signal_blocks=1)
     if p.fp8:
         return DispatchConfig(
             "hopper", 128, 256, 128, 4, 4, 8, 64, signal_blocks=blocks, ordered=True, scaled=True
