@@ -569,7 +569,7 @@ class Unscheduled(Hooks):
             for index in np.ndindex(*sizes):
                 _BUILDER.grid_idx = index
                 fn(**given)
-        except Exception as error:  # as Triton's interpreter
+        except RuntimeError as error:  # such as a wait that has timed out; as Triton's interpreter
             raise triton_interpreter.InterpreterError(repr(error)) from error
 
     def _read(self, active: np.ndarray, size: int, volatile: bool) -> None: ...
