@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.explore.mutants import AR, REDUCE, REDUCED, Mutant
 
-CALL, PULL = "ops/matmul/all_reduce_by_tiles.py", "device/triton/pull.py"
+CALL = "ops/matmul/all_reduce_by_tiles.py"
 TILES = AR + "by tiles"
 _COUNT = "    if count_last(counter, num_tiles):\n"
 _PLACE = "counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk"
@@ -43,8 +43,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "own rows are announced as partial sums",
         REDUCE,
-        "REDUCED + chunk",
-        "chunk",
+        "                        REDUCED + chunk,\n",
+        "                        chunk,\n",
         TILES,
     ),
     Mutant(
@@ -115,13 +115,6 @@ MUTANTS: tuple[Mutant, ...] = (
         CALL,
         "return Copies([*copies, instance",
         "return Copies([*copies[:-2], instance",
-        TILES,
-    ),
-    Mutant(
-        "the last program waits for partial sums in place of rows",
-        PULL,
-        "MAX_SLICES + FIRST + chunk, epoch",
-        "MAX_SLICES + chunk, epoch",
         TILES,
     ),
     Mutant(
