@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.calls import SLACK, refusal
+from tests.support.calls import SLACK, on_path, refusal
+from tests.support.fork_server import FULL_END
 from tests.support.matmul_cases import Case, prepare
 from tests.support.worlds import Member, one_shot
 
@@ -20,7 +21,7 @@ import tileweave as tw
 SECONDS = 2.0
 CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
 VICTIM = 1
-ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS), FULL_END: "1"}
 
 
 def call(me: Member, number: int, case: Case = CASE) -> None:
@@ -40,6 +41,11 @@ def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]
 
 def raises_once(me: Member, what: str) -> dict[str, object]:
     """Rank 1 raises in the first attempt, before its call. Every rank closes and calls again."""
+    with on_path(me, what != "unfused"):
+        return _raises_once(me, what)
+
+
+def _raises_once(me: Member, what: str) -> dict[str, object]:
     if what != "first call":
         call(me, 0)
         me.barrier()
@@ -107,11 +113,16 @@ def test_retry_where_calls_are_compared() -> None:
 def test_retry_unfused() -> None:
     """A collective that was given up would stay in torch's group, and end the process in the next
     one."""
-    check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
+    check_raised_once("unfused", ("",))
 
 
 def comes_late(me: Member, interpreted: bool) -> list[str]:
     """Rank 1 is busy for longer than any rank waits. Then all call again as soon as they can."""
+    with on_path(me, interpreted):
+        return _comes_late(me, interpreted)
+
+
+def _comes_late(me: Member, interpreted: bool) -> list[str]:
     call(me, 0)
     me.barrier()
 
@@ -131,8 +142,7 @@ def comes_late(me: Member, interpreted: bool) -> list[str]:
 
 
 def check_late(interpreted: bool) -> list[list[str]]:
-    extra = {**ALIVE, "TRITON_INTERPRET": str(int(interpreted))}
-    ends = one_shot("gloo", 3, comes_late, interpreted, extra=extra, timeout=60)
+    ends = one_shot("gloo", 3, comes_late, interpreted, extra=ALIVE, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     said = [end.value for end in ends]
     assert said[VICTIM] == ["TileweaveError: planted", ""], (

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from tests.support import parity
 from tests.support.calls import SLACK
+from tests.support.fork_server import FULL_END
 from tests.support.matmul_cases import Case, prepare
 from tests.support.worlds import Member, one_shot
 
@@ -44,7 +45,7 @@ SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num
 COPY_ENGINE = MatmulConfig(
     "triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
 )
-ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS), FULL_END: "1"}
 
 
 # --- Leftovers ---

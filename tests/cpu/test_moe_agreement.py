@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.calls import refusal, run_either
+from tests.support.calls import on_path, refusal, run_either
 from tests.support.worlds import Member, World, Worlds, one_shot
 from torch.utils.checkpoint import checkpoint
 
@@ -208,7 +208,12 @@ def test_all_ranks_raise_when_debugging(world: World, name: str) -> None:
 # --- Gradients ---
 
 
-def weights_that_one_rank_trains(me: Member) -> str:
+def weights_that_one_rank_trains(me: Member, interpreted: bool) -> str:
+    with on_path(me, interpreted):
+        return _weights_that_one_rank_trains(me)
+
+
+def _weights_that_one_rank_trains(me: Member) -> str:
     x, ids, up, down = draw(me)
     down.requires_grad_()
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
@@ -218,17 +223,12 @@ def weights_that_one_rank_trains(me: Member) -> str:
 
 
 @pytest.mark.parametrize(
-    ("debug", "interpreted"), [("0", "1"), ("1", "0")], ids=["fused", "debugging"]
+    ("debug", "interpreted"), [("0", True), ("1", False)], ids=["fused", "debugging"]
 )
-def test_weights_trained_on_one_rank_raise(debug: str, interpreted: str) -> None:
+def test_weights_trained_on_one_rank_raise(debug: str, interpreted: bool) -> None:
     """Without an error, one rank would wait in an exchange of gradients that the other skips."""
-    extra = {
-        "TILEWEAVE_TIMEOUT": "5",
-        "WORLD_ENDS_WELL": "0",
-        "TILEWEAVE_DEBUG": debug,
-        "TRITON_INTERPRET": interpreted,
-    }
-    ends = one_shot("gloo", 2, weights_that_one_rank_trains, extra=extra)
+    extra = {"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0", "TILEWEAVE_DEBUG": debug}
+    ends = one_shot("gloo", 2, weights_that_one_rank_trains, interpreted, extra=extra)
     assert all(str(end.value).startswith("RankMismatchError") for end in ends), ends
 
 

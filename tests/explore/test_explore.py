@@ -9,7 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tests.explore.find_mutants import MUTANTS
@@ -40,6 +43,17 @@ def worker() -> Iterator[Executor]:
     """One process for all tests that need a worker of exploration: starting one takes seconds."""
     with pool(1) as processes:
         yield processes
+
+
+@pytest.fixture(scope="module")
+def fuzzers() -> Iterator[None]:
+    """Processes for all that ``fuzz`` and ``replay`` do here."""
+    where = import_module("tileweave.explore.fuzz")
+    with (
+        pool(WORKERS) as processes,
+        mock.patch.object(where, "pool", return_value=nullcontext(processes)),
+    ):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +132,7 @@ def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPat
     assert "TRITON_INTERPRET" not in os.environ
 
 
+@pytest.mark.usefixtures("fuzzers")
 def test_replay(worker: Executor) -> None:
     assert replay("all_gather_matmul/sm@2:walk:1") == ""
     with pytest.raises(InputError, match="asked: seed"):
@@ -134,6 +149,7 @@ def test_replay(worker: Executor) -> None:
         assert str(caught.value).count("asked: ") == 1, "one error, not one inside another"
 
 
+@pytest.mark.usefixtures("fuzzers")
 def test_progress_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
     report = fuzz(20, "all_gather_matmul/sm, spans", workers=1)
     told = [
@@ -143,6 +159,7 @@ def test_progress_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
     assert told == [(number, told[-1][1]) for number in range(1, told[-1][1] + 1)]
 
 
+@pytest.mark.usefixtures("fuzzers")
 def test_unknown_scenarios_are_refused() -> None:
     with pytest.raises(InputError, match="all_gather_matmul/sm"):
         fuzz(100, "no such operator", workers=1, show=False)
@@ -153,6 +170,7 @@ def test_unknown_scenarios_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("fuzzers")
 def test_interleavings() -> None:
     report = fuzz(SEEDS, workers=WORKERS, show=False)
     assert not report.story, report.story
@@ -167,6 +185,7 @@ def test_interleavings() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("fuzzers")
 def test_further_interleavings_over_nodes() -> None:
     """As many again as above, with other seeds."""
     report = fuzz(1020, "over nodes", workers=WORKERS, first=10_000, show=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any
@@ -43,6 +43,11 @@ def unfused(me: Member) -> Iterator[None]:
         yield
     me.barrier()
     tw.close()
+
+
+def on_path(me: Member, interpreted: bool) -> AbstractContextManager[None]:
+    """Calls inside are with interpreted kernels, or :func:`unfused`."""
+    return nullcontext() if interpreted else unfused(me)
 
 
 def call_unfused(me: Member, body: Callable[..., Any], *arguments: object) -> Any:

@@ -27,6 +27,7 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ START_SECONDS = 90
 ON_ONE_GPU = "WORLD_ON_ONE_GPU"
 # in the environment: rank 0 serves the store, as without an agent, and not the process of the tests
 STORE_IN_RANK = "WORLD_STORE_IN_RANK"
+# CPU worlds of more ranks interpret kernels with exploration's numbers and arrays. Worlds of two do
+# it with Triton's own tensors, which check types and shapes.
+TRITONS_OWN = 2
 LAST_WORDS = 6000  # characters of output per rank that a failure shows
 
 
@@ -132,8 +136,18 @@ def _join(rank: int, world_size: int, backend: str, device: torch.device, port: 
     # imports in a first call would make ranks late where waits are short
     if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("tileweave.kernels.all_gather.triton")
+        if world_size > TRITONS_OWN:
+            _quick_kernels()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     dist.barrier()
+
+
+def _quick_kernels() -> None:
+    """Interpret kernels several times faster, without Triton's checks of types and shapes."""
+    import_module("tileweave.explore.interpreter").Unscheduled().install()
+    # it looks at a word of Triton's language, which is another one now
+    registry: Any = import_module("tileweave.ops.core.registry")
+    registry._triton_interprets = lambda: True
 
 
 # --- In the process of the tests ---
@@ -199,7 +213,11 @@ class World:
         extra = extra or {"WORLD_ENDS_WELL": "1"}
         self._environment = environment_for(backend, extra)
         # Imports read none of these variables. Ranks on GPUs are processes of their own.
-        late = all(name.startswith(("TILEWEAVE_", "WORLD_")) for name in extra)
+        usual = environment_for(backend, {})
+        late = all(
+            name.startswith(("TILEWEAVE_", "WORLD_")) or usual.get(name) == value
+            for name, value in extra.items()
+        )
         self._forks = late and backend == "gloo" and sys.platform == "linux"
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._pipes: list[Connection] = []

@@ -69,7 +69,7 @@ class Block:
             if isinstance(where, tuple)
             else where
         )
-        return Block(self.data[where], self.special)
+        return type(self)(self.data[where], self.special)
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
         dtype = plain(dtype)
@@ -84,7 +84,7 @@ class Block:
         return Block(self.data.astype(_NUMPY[dtype]), dtype)
 
     def trans(self, *axes: Any) -> Block:
-        return Block(
+        return type(self)(
             self.data.T
             if len(axes) <= 2 and self.data.ndim == 2
             else np.transpose(self.data, axes),
@@ -111,6 +111,22 @@ class Block:
             raise AttributeError(name)
         member = getattr(to_triton(self), name)
         return long_way(member) if callable(member) else from_triton(member)
+
+
+class Coded(Block):
+    """A block of bf16 or FP8, which numpy has no type for. ``data`` is the bits. It computes what
+    Triton's interpreter computes."""
+
+    __slots__ = ()
+
+
+def block(data: Any, special: tl.dtype | None) -> Block:
+    """A block of what loads and Triton give."""
+    return kind_of(special)(data, special)
+
+
+def kind_of(special: tl.dtype | None) -> type[Block]:
+    return Block if special is None or special in _NUMPY or special.is_ptr() else Coded
 
 
 def to_triton(value: Any) -> Any:
@@ -140,7 +156,7 @@ def from_triton(value: Any) -> Any:
         data = data.astype(np.int64)
     if not kind.is_block():
         data = data.reshape(-1)[0]
-    return Block(data, special(dtype))
+    return block(data, special(dtype))
 
 
 def long_way(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +284,19 @@ Block.__rsub__ = _binary(operator.sub, swapped=True)  # type: ignore[attr-define
 Block.__hash__ = None  # type: ignore[assignment]
 
 
+def _by_triton(name: str) -> Callable[..., Any]:
+    return lambda self, *other: long_way(getattr(tl.tensor, name))(self, *other)
+
+
+# Python asks these before those of blocks, also of a block on the left
+for _name in (*_ARITHMETIC, "add", "sub"):
+    setattr(Coded, f"__{_name}__", _by_triton(f"__{_name}__"))
+    setattr(Coded, f"__r{_name}__", _by_triton(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "invert"):
+    setattr(Coded, f"__{_name}__", _by_triton(f"__{_name}__"))
+Coded.__hash__ = None  # type: ignore[assignment]
+
+
 # --- Loads and stores ---
 
 
@@ -279,9 +308,17 @@ def is_one(mask: Any) -> bool | None:
     return mask is None or bool(mask)
 
 
-def instead(other: Any) -> Any:
-    """What a load gives where its mask is off."""
-    return 0 if other is None else other.data if isinstance(other, Block) else plain(other)
+def instead(other: Any, special: tl.dtype | None) -> Any:
+    """What a load of such elements gives where its mask is off."""
+    if other is None:
+        return 0
+    if isinstance(other, Block) and type(other) is not Coded:
+        other = other.data
+    elif not isinstance(other, Block):
+        other = plain(other)
+    if kind_of(special) is Coded:
+        return (other if type(other) is Coded else Block(np.float32(other))).to(special).data
+    return other
 
 
 def places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -369,6 +406,8 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
         condition = np.asarray(condition)
     else:
         condition = condition.data
+    if type(x) is Coded or type(y) is Coded:
+        return long_way(getattr(tl, "where" + LONG))(Block(condition), x, y)
     pointers = [v.dtype for v in (x, y) if isinstance(v, Block) and v.dtype.is_ptr()]
     a, b = _values(x, y)
     for one, other in ((a, b), (b, a)):
@@ -383,10 +422,12 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def _extreme(
-    function: Callable[[Any, Any], Any], scalar: Callable[[int, int], int]
+    name: str, function: Callable[[Any, Any], Any], scalar: Callable[[int, int], int]
 ) -> Callable[..., Any]:
     def word(x: Any, y: Any, propagate_nan: Any = None) -> Any:
         x, y = plain(x), plain(y)
+        if type(x) is Coded or type(y) is Coded:
+            return long_way(getattr(tl, name + LONG))(x, y)
         if isinstance(x, int) and isinstance(y, int):
             return Scalar(scalar(int(x), int(y)))
         return Block(np.asarray(function(*_values(x, y)))[()])
@@ -394,7 +435,9 @@ def _extreme(
     return word
 
 
-def _dot(a: Block, b: Block, acc: Block | None = None, **_: Any) -> Block:
+def _dot(a: Block, b: Block, acc: Block | None = None, **options: Any) -> Block:
+    if type(a) is Coded or type(b) is Coded:
+        return long_way(getattr(tl, "dot" + LONG))(a, b, acc, **options)
     product = np.matmul(a.data, b.data, dtype=np.float32)
     return Block(product if acc is None else acc.data + product)
 
@@ -402,7 +445,7 @@ def _dot(a: Block, b: Block, acc: Block | None = None, **_: Any) -> Block:
 def _broadcast_to(value: Any, *shape: Any) -> Block:
     wanted = _shape(shape[0] if len(shape) == 1 else shape)
     value = value if isinstance(value, Block) else Block(np.asarray(value, np.int32))
-    return Block(np.broadcast_to(value.data, wanted), value.special)
+    return type(value)(np.broadcast_to(value.data, wanted), value.special)
 
 
 def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -417,6 +460,7 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LONG = "_the_long_way"
+LONG_WORDS = ("sum", "max", "where", "dot", "minimum", "maximum")
 
 
 def _same(value: Any, *_: Any, **__: Any) -> Any:
@@ -441,11 +485,11 @@ WORDS: dict[str, Callable[..., Any]] = {
     "cast": _cast,
     "where": _where,
     "dot": _dot,
-    "minimum": _extreme(np.minimum, min),
-    "maximum": _extreme(np.maximum, max),
+    "minimum": _extreme("minimum", np.minimum, min),
+    "maximum": _extreme("maximum", np.maximum, max),
     "broadcast_to": _broadcast_to,
     "zeros_like": lambda like: (
-        Block(np.zeros_like(like.data), like.special) if isinstance(like, Block) else Scalar(0)
+        type(like)(np.zeros_like(like.data), like.special) if isinstance(like, Block) else Scalar(0)
     ),
     "multiple_of": _multiple_of,
     "max_contiguous": _same,

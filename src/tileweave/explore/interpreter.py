@@ -29,12 +29,13 @@ from tileweave.device.interpreter import words as interpreted
 from tileweave.device.interpreter.speedups import LANGUAGE
 from tileweave.device.triton.signal import INTERPRETED
 from tileweave.explore import blocks
-from tileweave.explore.blocks import Block
+from tileweave.explore.blocks import Block, Coded
 from tileweave.explore.memory import Cells, Region, Store
 from tileweave.explore.ranks import COMPONENTS, World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
+from tileweave.explore.variants import launch_checked
 from tileweave.kernels.runtime.launch import Launcher, flat
 
 # kernels that choose between pointers in two ways, one of them for AMD's compiler
@@ -44,6 +45,7 @@ _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
 _NATIVE = triton_interpreter._interpreter
 _POINTER = tl.pointer_type
+Change = tuple[Any, str, Any]  # (object, name of its attribute, value)
 _LEAST, _MOST = np.minimum.reduce, np.maximum.reduce  # the methods of arrays are slower
 
 
@@ -65,18 +67,8 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
     hooks = Hooks(fast)
     words = _words()
     scope = LANGUAGE.patch()
-    function = triton_interpreter.InterpretedFunction
-    changes: list[tuple[Any, str, Any]] = [
-        (
-            function,
-            "run",
-            lambda self, *args, grid, warmup, **kwargs: hooks.launch(
-                self.rewrite(), grid, args, kwargs
-            ),
-        ),
-        (function, "__call__", _caller()),
-        (function, "rewritten_fn", {}),
-        (triton_interpreter, KEPT, kept),
+    changes: list[Change] = [
+        *_calls(hooks),
         (_BUILDER, "create_masked_load", hooks.masked_load),
         (_BUILDER, "create_masked_store", hooks.masked_store),
         (_BUILDER, "create_atomic_rmw", hooks.atomic_rmw),
@@ -84,22 +76,12 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
         *((import_module(module), "is_hip", hooks.is_hip) for module in POINTERS),
-        (Launcher, "__call__", lambda self, *given: _launch_checked(self, given)),
+        (Launcher, "__call__", lambda self, *given: launch_checked(self, given)),
         *((import_module(module), name, value) for module, name, value in SMALLER),
     ]
     if fast:
-        changes += [
-            (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
-            (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
-            *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
-            *((tl, name + blocks.LONG, getattr(tl, name)) for name in ("sum", "max")),
-            *((tl, name, word) for name, word in blocks.WORDS.items()),
-            (tl, "load", hooks.word_load),
-            (tl, "store", hooks.word_store),
-            (tl, "atomic_add", hooks.word_add(blocks.long_way(tl.atomic_add))),
-            (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
-            (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
-        ]
+        changes += _quick_language(hooks, words)
+        changes.append((tl, "atomic_add", hooks.word_add(blocks.long_way(tl.atomic_add))))
     before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
     for where, name, value in changes:
         setattr(where, name, value)
@@ -121,6 +103,38 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         collect(*collected)
 
 
+def _calls(hooks: Hooks) -> list[Change]:
+    """How the host launches kernels, and how kernels call device functions."""
+    function = triton_interpreter.InterpretedFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if not warmup:
+            hooks.launch(self.rewrite(), grid, args, kwargs)
+
+    return [
+        (function, "run", run),
+        (function, "__call__", _caller()),
+        (function, "rewritten_fn", {}),
+        (triton_interpreter, KEPT, kept),
+    ]
+
+
+def _quick_language(hooks: Hooks, words: list[tuple[Any, str]]) -> list[Change]:
+    """Numbers and arrays of exploration in place of Triton's tensors, for these words of its
+    language, which has been patched since they were listed."""
+    return [
+        (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
+        (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
+        *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+        *((tl, name + blocks.LONG, getattr(tl, name)) for name in blocks.LONG_WORDS),
+        *((tl, name, word) for name, word in blocks.WORDS.items()),
+        (tl, "load", hooks.word_load),
+        (tl, "store", hooks.word_store),
+        (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
+        (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
+    ]
+
+
 def _caller() -> Callable[..., Any]:
     """How a kernel calls a device function, which Triton looks up by its source."""
     known: dict[Any, Callable[..., Any]] = {}
@@ -132,71 +146,6 @@ def _caller() -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
-
-
-def _launch_checked(launcher: Launcher, given: tuple[Any, ...]) -> None:
-    """Launch; calls of one variant must be alike in all that Triton specialises for, since later
-    ones run what was compiled for the first. So must calls be that differ only in the alignment of
-    one tensor, which are packed and not launched."""
-    variant, values, arguments = _packed(launcher, given)
-    kinds = launcher.__dict__.setdefault("explored", {})
-    new = variant not in kinds
-    _one_kind(launcher, kinds, variant, values)
-    for other in _moved(given) if new else ():
-        _one_kind(launcher, kinds, *_packed(launcher, other)[:2])
-    launcher.kernel[(launcher.programs,)](*arguments, **launcher._options)
-
-
-def _packed(launcher: Launcher, given: tuple[Any, ...]) -> tuple[Any, dict[str, Any], list[Any]]:
-    """(variant, what the kernel is given by dotted names, its arguments) of a call. The words that
-    a later launch of this variant would change must be those of the arguments that they name."""
-    if launcher.programs < 1:
-        raise ValueError(f"{launcher.kernel}: a launch of no programs, which ends no call")
-    variant, words, changing, _ = launcher._pack(*given)
-    named = {**launcher.fixed, **changing()}
-    values = flat(named)
-    names = launcher._names[0]
-    told = [
-        value.data_ptr() if isinstance(value := values.get(name), torch.Tensor) else value
-        for name in names
-    ]
-    if told != list(words):
-        raise ValueError(f"{launcher.kernel}: the words are not those of {names}")
-    return variant, values, [named[name] for name in launcher.kernel.arg_names]
-
-
-def _one_kind(
-    launcher: Launcher, kinds: dict[Any, Any], variant: Any, values: dict[str, Any]
-) -> None:
-    alike = tuple(_specialised(value) for value in values.values())
-    if kinds.setdefault(variant, alike) != alike:
-        raise ValueError(f"{launcher.kernel}: variant {variant} is of two kinds")
-
-
-def _moved(given: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The same call with one tensor each that begins one element later, hence where no 16 bytes
-    do, or, if it was there already, where they do."""
-
-    def moved(x: torch.Tensor) -> torch.Tensor:
-        apart = int(x.data_ptr() % 16 == 0)
-        extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-        whole = torch.empty(max(extent, 1) + 1, dtype=x.dtype)
-        return whole.as_strided(x.shape, x.stride(), apart)
-
-    for i, one in enumerate(given):
-        if isinstance(one, torch.Tensor):
-            yield (*given[:i], moved(one), *given[i + 1 :])
-        elif isinstance(one, (tuple, list)):
-            for inner in _moved(tuple(one)):
-                yield (*given[:i], inner, *given[i + 1 :])
-
-
-def _specialised(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**31
-    return value if isinstance(value, (bool, str, type(None))) else None
 
 
 def _words() -> list[tuple[Any, str]]:
@@ -216,6 +165,24 @@ def _parameters(fn: Callable[..., object]) -> tuple[inspect.Signature, frozenset
     return inspect.signature(fn), frozenset(
         name for name, kind in kinds.items() if kind == "constexpr"
     )
+
+
+def _bound(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, Any]:
+    """The arguments of a launch by name; options of the compiler are left out."""
+    signature = _parameters(fn)[0]
+    if len(args) == len(signature.parameters):  # most often
+        return dict(zip(signature.parameters, args, strict=True))
+    bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _sizes(grid: Any, given: dict[str, Any]) -> tuple[int, int, int]:
+    wanted: Any = grid(given) if callable(grid) else grid
+    x, y, z = (*wanted, 1, 1)[:3]
+    return x, y, z
 
 
 @lru_cache(maxsize=32)
@@ -273,16 +240,7 @@ class Hooks(interpreted.HostMemory):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> None:
-        signature, constexprs = _parameters(fn)
-        if len(args) == len(signature.parameters):  # most often
-            arguments = dict(zip(signature.parameters, args, strict=True))
-        else:
-            bound = signature.bind(
-                *args, **{k: v for k, v in kwargs.items() if k in signature.parameters}
-            )
-            bound.apply_defaults()
-            arguments = bound.arguments
-        given: dict[str, Any] = {}
+        arguments = _bound(fn, args, kwargs)
         names: dict[int, str] = {}
         tensors = [
             (name.split(".")[-1], value)
@@ -293,13 +251,18 @@ class Hooks(interpreted.HostMemory):
             names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
         for _, value in tensors:
             self.world.know(self.world.rank.rank, names[id(value)], value)
-        for name, value in arguments.items():
-            given[name] = value if name in constexprs else self._argument(value)
-        wanted: Any = grid(given) if callable(grid) else grid
-        sizes = list(wanted)
-        x, y, z = sizes + [1] * (3 - len(sizes))
-        self.world.tasks.note("launches", detail=f"{fn.__name__} {(x, y, z)}")
-        self.world.launch((x, y, z), lambda: fn(**given))
+        given = self.given(fn, arguments)
+        sizes = _sizes(grid, given)
+        self.world.tasks.note("launches", detail=f"{fn.__name__} {sizes}")
+        self.world.launch(sizes, lambda: fn(**given))
+
+    def given(self, fn: Callable[..., None], arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a kernel sees of these arguments."""
+        constexprs = _parameters(fn)[1]
+        return {
+            name: value if name in constexprs else self._argument(value)
+            for name, value in arguments.items()
+        }
 
     # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
 
@@ -315,23 +278,23 @@ class Hooks(interpreted.HostMemory):
         volatile: Any = False,
     ) -> Any:
         """``tl.load`` of blocks."""
-        kind, size, special = _kind(pointer.special.element_ty)
+        kind, size, special, made = _kind(pointer.special.element_ty)
         # most often
         if not pointer.data.ndim and size and (one := blocks.is_one(mask)) is not None:
             if not one:
-                return Block(np.full(1, blocks.instead(other), kind)[0], special)
+                return made(np.full(1, blocks.instead(other, special), kind)[0], special)
             address = int(pointer.data)
             self._read_one(address, size, bool(blocks.plain(volatile)))
-            return Block(np.frombuffer(ctypes.string_at(address, size), kind)[0], special)
+            return made(np.frombuffer(ctypes.string_at(address, size), kind)[0], special)
         places, inside = blocks.places(pointer, mask)
         whole = mask is None or np.count_nonzero(inside) == inside.size
         self._read(places if whole else places[inside], size, bool(blocks.plain(volatile)))
         if whole or other is None:
             outside = blocks.nothing(places.shape, kind)
         else:
-            outside = np.full(places.shape, blocks.instead(other), kind)
+            outside = np.full(places.shape, blocks.instead(other, special), kind)
         data = _NATIVE.load(places, inside, outside, kind)
-        return Block(data if pointer.data.ndim else data[0], special)
+        return made(data if pointer.data.ndim else data[0], special)
 
     def word_store(
         self,
@@ -348,9 +311,11 @@ class Hooks(interpreted.HostMemory):
             return
         places, inside = blocks.places(pointer, mask)
         value = blocks.plain(value)
+        kind, size, special, made = _kind(dtype)
         if isinstance(value, Block):
             value = value.to(dtype).data if type(value.special) is not _POINTER else value.data
-        kind, size, _ = _kind(dtype)
+        elif made is Coded:
+            value = blocks.instead(value, special)
         data = np.full(places.shape, value, kind)
         self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
 
@@ -584,6 +549,50 @@ class Hooks(interpreted.HostMemory):
         return 0.0
 
 
+class Unscheduled(Hooks):
+    """For processes that share memory: programs run one after another, as in Triton's interpreter,
+    and nothing checks what they load and store."""
+
+    def __init__(self) -> None:
+        super().__init__(fast=True)
+
+    def launch(
+        self,
+        fn: Callable[..., None],
+        grid: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
+        given = self.given(fn, _bound(fn, args, kwargs))
+        _BUILDER.grid_dim = sizes = _sizes(grid, given)
+        try:
+            for index in np.ndindex(*sizes):
+                _BUILDER.grid_idx = index
+                fn(**given)
+        except RuntimeError as error:  # such as a wait that has timed out; as Triton's interpreter
+            raise triton_interpreter.InterpreterError(repr(error)) from error
+
+    def _read(self, active: np.ndarray, size: int, volatile: bool) -> None: ...
+
+    def _read_one(self, address: int, size: int, volatile: bool) -> None: ...
+
+    def _write(
+        self,
+        places: np.ndarray,
+        inside: np.ndarray,
+        size: int,
+        store: Callable[[np.ndarray], object],
+    ) -> None:
+        store(inside)
+
+    def install(self) -> None:
+        """Take over the interpreter of this process for good."""
+        words = _words()
+        LANGUAGE.patch()
+        for where, name, value in (*_calls(self), *_quick_language(self, words)):
+            setattr(where, name, value)
+
+
 _PLAIN = interpreted.HostMemory()
 
 
@@ -591,20 +600,22 @@ def _set_grid(task: Task) -> None:
     _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
 
 
-_KINDS: dict[int, tuple[tl.dtype, np.dtype, int, tl.dtype | None]] = {}
+_KINDS: dict[int, tuple[tl.dtype, np.dtype, int, tl.dtype | None, type[Block]]] = {}
 
 
-def _kind(dtype: tl.dtype) -> tuple[np.dtype, int, tl.dtype | None]:
-    """numpy's type of an element, its bytes, and what a block says of it. Cached by identity,
-    because hashing Triton's types is slow."""
+def _kind(dtype: tl.dtype) -> tuple[np.dtype, int, tl.dtype | None, type[Block]]:
+    """numpy's type of an element, its bytes, what a block says of it, and the class of such
+    blocks. Cached by identity, because hashing Triton's types is slow."""
     found = _KINDS.get(id(dtype))
     if found is None:
         kind = np.dtype(triton_interpreter._get_np_dtype(dtype))
+        special = blocks.special(dtype)
         found = _KINDS[id(dtype)] = (
             dtype,
             kind,
             dtype.primitive_bitwidth // 8,
-            blocks.special(dtype),
+            special,
+            blocks.kind_of(special),
         )
     return found[1:]
 
