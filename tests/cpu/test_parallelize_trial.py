@@ -138,8 +138,8 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         inner = model()
-        parts = {"embed": inner.embed, "blocks": inner.layers, "norm": inner.norm}
-        self.parts = nn.ModuleDict(parts)
+        parts: Any = {"embed": inner.embed, "blocks": inner.layers, "norm": inner.norm}
+        self.parts: Any = nn.ModuleDict(parts)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.parts.embed(ids)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from tileweave.parallel.shared_input import SharedColumn
 # What a forward that counts on other shapes raises; out of memory and the like are no such errors.
 FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 NOT_FOREIGN = (TileweaveError, torch.OutOfMemoryError, dist.DistError, torch.AcceleratorError)
+# What a copy of a module, or a forward with made-up numbers, may raise.
+UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError, copy.Error, PicklingError)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
 _LOG = logging.getLogger("tileweave")
@@ -370,7 +373,7 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) 
     memo[id(tape)] = tape
     try:
         made = copy.deepcopy(module, memo).eval()
-    except Exception:  # a copy may raise anything; the module is not tried then
+    except UNFIT:  # a copy may raise anything; the module is not tried then
         return None
     for part in made.modules():  # hooks of users may note what they see
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
@@ -408,7 +411,7 @@ def _judge(
             again = run(None)
             torch.manual_seed(1)
             other = run(None)
-        except Exception:  # it asks for what is not here: its real calls tell
+        except UNFIT:  # it asks for what is not here: its real calls tell
             return False
         if not whole or not (_alike(whole, again) and _alike(whole, other)):
             return False
@@ -416,7 +419,7 @@ def _judge(
             torch.random.set_rng_state(state)
             try:
                 own = run(rank)
-            except Exception as error:
+            except UNFIT as error:
                 kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
                 raise tried.refuse(module, f"{kind}{error}") from error
             parts = [t.chunk(tried.size, -1)[rank] for t in whole]
