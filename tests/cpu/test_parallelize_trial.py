@@ -70,6 +70,28 @@ class Heads(Attention):
         return self.o_proj((scores @ v).transpose(1, 2).flatten(2))
 
 
+class Apart(nn.Module):
+    """Layers that are not children of one module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, inner = kind, nn.PReLU() if kind == "between" else nn.GELU()
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(16, 24), inner), nn.Linear(24, 16)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.parts[0](x)
+        return self.parts[1](y.softmax(-1) if self.kind == "softmax" else y)
+
+
+class Averaged(Between):
+    """Returns an average over features, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.up_proj(x)
+        return self.down_proj(y * self.gate_proj(x)), y.mean()
+
+
+APART = {"layers.*.mlp.parts.0.0": "colwise", "layers.*.mlp.parts.1": "rowwise"}
 MLPS = ("softmax", "glu", "norm", "size", "features of all")
 ATTENTIONS = ("number of heads", "slopes", "over heads")
 
@@ -84,6 +106,13 @@ def changed(kind: str) -> Any:
     torch.manual_seed(1)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def apart(kind: str) -> Any:
+    made = model()
+    for layer in made.layers:
+        layer.mlp = Apart(kind)
     return made
 
 
@@ -102,6 +131,9 @@ def refused(me: Member) -> list[str]:
     hooked.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     only = tw.parallelize(model(), plan={"layers.*.mlp.up_proj": "colwise"})
     whole = dict(model().named_parameters())
+    averaged = model()
+    averaged.layers[0].mlp = Averaged("average")
+    rows = {"layers.*.mlp.up_proj": tw.parallel.Colwise(), "layers.*.mlp.down_proj": "rowwise"}
     return [
         *found,
         refusal(later, ids_of()),
@@ -109,6 +141,10 @@ def refused(me: Member) -> list[str]:
         refusal(tw.parallelize, first),
         refusal(nn.parallel.DistributedDataParallel, tw.parallelize(model())),
         refusal(only, ids_of()),
+        refusal(tw.parallelize, apart("softmax"), None, dict(APART)),
+        refusal(tw.parallelize, apart("between"), None, dict(APART)),
+        refusal(tw.parallelize, averaged),
+        refusal(tw.parallelize, model(), None, rows, sequence_parallel=True),
         refusal(torch.func.functional_call, tw.parallelize(model()), whole, (ids_of(),)),
     ]
 
@@ -121,6 +157,10 @@ NAMED = (
     "a model, a DistributedDataParallel",
     "DistributedDataParallel around Model, whose layers, such as layers.0.self_attn.q_proj",
     "layers.0.mlp over 2 ranks, whose forward raised RuntimeError: The size of tensor",
+    "layers.0.mlp over 2 ranks, whose forward",
+    "layers.0.mlp, which has parameters in layers.0.mlp.parts.0.1",
+    "layers.0.mlp over 2 ranks, whose forward",
+    "layers.1.mlp.up_proj: Colwise(sequence_dim=None",
     "layers.0.self_attn.q_proj with a weight (16, 16)",
 )
 
@@ -151,6 +191,11 @@ class Deep(nn.Module):
 def right(me: Member) -> None:
     compare(tw.parallelize(changed("pairs")), changed("pairs"))
     compare(tw.parallelize(changed("heads")), changed("heads"))
+    torch.manual_seed(0)
+    reference = apart("neither")
+    part = apart("neither")
+    part.load_state_dict(reference.state_dict())
+    compare(tw.parallelize(part, plan=dict(APART)), reference)
     for sequence in (False, True):
         compare(tw.parallelize(Deep(), sequence_parallel=sequence), Deep())
     unchecked = tw.parallelize(changed("softmax"), check=False)

@@ -28,6 +28,7 @@ from tileweave.parallel.fused import (
 )
 from tileweave.parallel.plans import COLUMN, OWN_HEADS, ROW, SUMS, UNTOUCHED, Block
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.trial import Tried
 
 KNOWN = (*ATTENTIONS, *INTERLEAVED)  # to be right with the heads of one rank
 # Norms that mix rows.
@@ -192,6 +193,33 @@ def check_block(
     return replace(block, shares=block.shares and not around)
 
 
+def check_between(model: nn.Module, tried: Tried, styled: set[str]) -> None:
+    """Raise :class:`InputError` for a part with parameters in a module whose layers are not all its
+    children, unless its plan names that part."""
+    module: Any = model.get_submodule(tried.path)
+    dot = f"{tried.path}." if tried.path else ""
+    layers = {*tried.columns, *tried.rows}
+    if not tried.rows or not any("." in name for name in layers):
+        return
+    block = Block(tried.path, tried.columns, tried.rows[0])
+    for name, part in module.named_modules():
+        known = name in layers or any(f"{name}.".startswith(f"{p}.") for p in tried.inner)
+        above = any(f"{dot}{name}.".startswith(f"{path}.") for path in styled)
+        if known or above or not any(p is not None for p in part._parameters.values()):
+            continue
+        if (
+            is_adapter(part)
+            or "lora_" in name
+            or _is_around(part, dot + name, module, block, set())
+        ):
+            continue
+        raise InputError(
+            f"asked: a plan for {tried.path or type(module).__name__}, which has parameters in "
+            f"{(dot + name).rstrip('.') or 'it'}; allowed: {', '.join(sorted(layers))}; "
+            f"remedy: {_SAY}"
+        )
+
+
 _SAY = (
     'pass plan={...} with a style for it: "sequence_parallel" if each rank has only a part of its '
     'input (its heads, its features or its rows), "replicated" if each rank has all of it'
@@ -322,6 +350,14 @@ def check_own_rows(
     roots : list of (path, module)
         The blocks of the model's lists, or the model.
     """
+    for path, style in styles.items():
+        inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
+        require(
+            not (inner and isinstance(style, (Colwise, Rowwise)) and style.sequence_dim is None),
+            f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
+            "a style with sequence_dim",
+            "pass sequence_dim=1 (or that of this call) to the style",
+        )
     inside = {block.path for block in blocks}
     sharded = {path for path, style in styles.items() if style not in UNTOUCHED}
     for root, module in roots:

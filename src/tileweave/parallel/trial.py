@@ -87,7 +87,8 @@ def modules_to_try(
         while True:
             dot = f"{parent}." if parent else ""
             own = [path for path in columns if path.startswith(dot)]
-            if own or not parent:
+            called = not isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict))
+            if (own and called) or not parent:
                 break
             parent = parent.rpartition(".")[0]
         if own:
@@ -396,21 +397,21 @@ def _judge(
     whether it could be tried."""
     copied, tape = outer
 
-    def run(rank: int | None) -> list[torch.Tensor]:
+    def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tape.begin(rank, inner)
-        forward(copy.deepcopy(copied, {id(tape): tape}), *_cloned(args), **_cloned(kwargs))
-        return tape.seen
+        y = forward(copy.deepcopy(copied, {id(tape): tape}), *_cloned(args), **_cloned(kwargs))
+        return tape.seen, [t for t in _leaves(y) if isinstance(t, torch.Tensor)]
 
     devices = [t.device for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     cuda = [devices[0]] if devices[0].type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(cuda):
         state = torch.random.get_rng_state()
         try:
-            whole = run(None)
+            whole, results = run(None)
             torch.random.set_rng_state(state)
-            again = run(None)
+            again, _ = run(None)
             torch.manual_seed(1)
-            other = run(None)
+            other, others = run(None)
         except UNFIT:  # it asks for what is not here: its real calls tell
             return False
         if not whole or not (_alike(whole, again) and _alike(whole, other)):
@@ -418,12 +419,15 @@ def _judge(
         for rank in range(tried.size):
             torch.random.set_rng_state(state)
             try:
-                own = run(rank)
+                own, found = run(rank)
             except UNFIT as error:
                 kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
                 raise tried.refuse(module, f"{kind}{error}") from error
             parts = [t.chunk(tried.size, -1)[rank] for t in whole]
-            if not _alike(parts, own):
+            # others are heads of one rank, such as a cache
+            same = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
+            same = same if _alike(results, others) else []
+            if not _alike(parts, own) or not all(_alike([a], [b]) for a, b in same):
                 raise tried.refuse(
                     module, "computes something else from a part of the heads or features"
                 )

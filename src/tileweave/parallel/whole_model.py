@@ -19,6 +19,7 @@ from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.checks import (
+    check_between,
     check_block,
     check_fused,
     check_hooks,
@@ -152,7 +153,8 @@ def parallelize(
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
         check_own_rows(model, roots, blocks, {**styled, **dict.fromkeys(lora, SUMS[0])})
-    tried = _tried(model, styles, fused, size) if check else {}
+    named = {*styles} if isinstance(plan, dict) else None
+    tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
@@ -235,9 +237,16 @@ def _recognised(
 
 
 def _tried(
-    model: nn.Module, styles: Styles, fused: list[FusedLayer], size: int
+    model: nn.Module,
+    styles: Styles,
+    fused: list[FusedLayer],
+    size: int,
+    named: set[str] | None,
 ) -> dict[str, Tried]:
-    """The modules around sharded layers by path. Those that take one tensor are tried."""
+    """The modules around sharded layers by path. Those that take one tensor are tried.
+
+    ``named``: paths that the plan of a user names.
+    """
     columns = [p for p, s in styles.items() if s == COLUMN or isinstance(s, Colwise)]
     rows = [p for p, s in styles.items() if s == ROW or isinstance(s, Rowwise)]
     parts = {p: s.parts for p, s in styles.items() if isinstance(s, Colwise) and s.parts}
@@ -249,6 +258,8 @@ def _tried(
     check_hooks(model, [*columns, *rows])
     found = modules_to_try(model, columns, rows, size)
     for path, tried in found.items():
+        if named is not None:
+            check_between(model, tried, named)
         tried.done = counts_heads(model.get_submodule(path))
         try_made_up_input(model, tried, parts)
     return found
