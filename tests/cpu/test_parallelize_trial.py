@@ -125,9 +125,10 @@ def refused(me: Member) -> list[str]:
         for sequence in (False, True):
             part = tw.parallelize(changed(kind), sequence_parallel=sequence)
             found.append(refusal(part, ids_of()))
-    later = tw.parallelize(model())
+    later: Any = tw.parallelize(model())
     later.layers[1].mlp.up_proj = nn.Linear(16, 24)
-    hooked, first = model(), nn.parallel.DistributedDataParallel(model())
+    hooked: Any = model()
+    first = nn.parallel.DistributedDataParallel(model())
     hooked.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     only = tw.parallelize(model(), plan={"layers.*.mlp.up_proj": "colwise"})
     whole = dict(model().named_parameters())

@@ -52,7 +52,8 @@ def adapted(kind: str, options: dict[str, Any], base: Any = None) -> Any:
 
 
 def near(part: Any, reference: Any) -> float:
-    part.eval(), reference.eval()
+    part.eval()
+    reference.eval()
     with torch.no_grad():
         return apart(part(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
@@ -61,7 +62,7 @@ def compared(me: Member) -> dict[str, float]:
     found = {}
     for name, (kind, options, rows) in RIGHT.items():
         reference = adapted(kind, options)
-        part = tw.parallelize(adapted(kind, options), sequence_parallel=rows)
+        part: Any = tw.parallelize(adapted(kind, options), sequence_parallel=rows)
         assert sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()) >= 4
         (loss, gradients), (want, wanted) = trained(part), trained(reference)
         assert gradients.keys() == wanted.keys()
@@ -81,7 +82,8 @@ def test_adapters_train_as_around_the_whole_model(pair: World) -> None:
 
 def used(me: Member, folder: str) -> dict[str, float]:
     """Merged, unmerged, switched off, saved and loaded, unloaded."""
-    reference, part = adapted("LoraConfig", LORA), tw.parallelize(adapted("LoraConfig", LORA))
+    reference = adapted("LoraConfig", LORA)
+    part: Any = tw.parallelize(adapted("LoraConfig", LORA))
     found: dict[str, float] = {}
     for model in (part, reference):
         model.merge_adapter()
@@ -120,7 +122,7 @@ def refused(me: Member) -> list[str]:
         return tw.parallelize(whole_model("llama"))
 
     after = peft.get_peft_model(sharded(), scaled)
-    second = tw.parallelize(peft.get_peft_model(whole_model("llama"), lora))
+    second: Any = tw.parallelize(peft.get_peft_model(whole_model("llama"), lora))
     second.add_adapter("second", lora)
     second.set_adapter("second")
     calls: list[Callable[[], Any]] = [

@@ -108,7 +108,7 @@ def plain_in_parents(module: nn.Module) -> None:
         if hasattr(part, "_running") and not part._sums_over:
             part._running = running  # type: ignore[assignment]
     for part in module.modules():
-        counters = [
+        counters: list[Any] = [
             child._running
             for child in part.children()
             if hasattr(child, "_running") and child._sums_over
