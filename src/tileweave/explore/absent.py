@@ -64,6 +64,7 @@ SCENARIOS = (
     AllGatherMatmul("gather, captured", ENGINE, ((16, 16, 16),), (1, 2, 3), captured=True),
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
+    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
 GATHER = AllGatherMatmul(
@@ -103,6 +104,7 @@ READING = (
         "by shards", triton_config("copy_engine", kernel="library"), ((2, 16, 16),), (1,)
     ),
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((32, 16, 16),), (1,)),
+    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((32, 16, 16),), (1,)),
 )
 # fault -> cases that find it, the device or host function, where it is replaced (None: wherever it
 # is known), what it does instead
@@ -616,8 +618,9 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
     )
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
+    kind = getattr(scenario, "kind", "copy_engine") if copied else "sm"
     for rank in range(world.size):
-        instance = world.workspace(rank).instance(scenario.op, "copy_engine" if copied else "sm")
+        instance = world.workspace(rank).instance(scenario.op, kind)
         if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > CALLS:
