@@ -161,7 +161,7 @@ NAMED = (
     "layers.0.mlp over 2 ranks, whose forward",
     "layers.0.mlp, which has parameters in layers.0.mlp.parts.0.1",
     "layers.0.mlp over 2 ranks, whose forward",
-    "layers.1.mlp.up_proj: Colwise(sequence_dim=None",
+    "layers.0.mlp.up_proj: Colwise(sequence_dim=None",
     "layers.0.self_attn.q_proj with a weight (16, 16)",
 )
 

@@ -350,7 +350,8 @@ def check_own_rows(
     roots : list of (path, module)
         The blocks of the model's lists, or the model.
     """
-    for path, style in styles.items():
+    for path in sorted(styles):  # ranks may have other orders
+        style = styles[path]
         inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
         require(
             not (inner and isinstance(style, (Colwise, Rowwise)) and style.sequence_dim is None),
