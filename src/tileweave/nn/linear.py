@@ -80,8 +80,23 @@ def _told(recipe: str | None) -> str:
     return "" if recipe is None else f", fp8={recipe!r}"
 
 
+class _RefusesAdapters:
+    """The attribute of a layer that PEFT reads before it adds LoRA: shapes would not fit."""
+
+    def __get__(self, layer: Any, _: type) -> None:
+        if layer is not None:
+            raise InputError(
+                f"asked: LoRA around {layer.path or type(layer).__name__}, which is sharded; "
+                "allowed: LoRA that was added before; remedy: add or load adapters first "
+                "(get_peft_model, PeftModel.from_pretrained), then call tileweave.parallelize; or "
+                "leave this layer out of target_modules"
+            )
+
+
 class ParallelLinear(ShardedModule, nn.Linear):
     """The common part of both layers."""
+
+    _hf_tp_plan = _RefusesAdapters()
 
     # Which dimension of weight and bias is sharded; None: replicated.
     dims: ClassVar[tuple[int, int | None]]
@@ -150,6 +165,19 @@ class ParallelLinear(ShardedModule, nn.Linear):
             )
         self.fp8 = recipe
         return self
+
+    def parts(self) -> tuple[Any, Any]:
+        """This rank's shards of weight and bias, as plain tensors."""
+        w = local(self.weight)
+        dim = self.dims[0]
+        if w.shape[dim] * self.world_size != (self.out_features, self.in_features)[dim]:
+            raise InputError(
+                f"asked: {self.path or type(self).__name__} with a weight {tuple(w.shape)}; "
+                f"allowed: this rank's part of {(self.out_features, self.in_features)}, a DTensor; "
+                "remedy: give functional_call the parameters of the sharded model, not those of "
+                "the whole one"
+            )
+        return w, local(self.bias)
 
     def _placements(self) -> tuple[Any, Any]:
         from torch.distributed.tensor import Replicate, Shard
@@ -292,7 +320,7 @@ class ColumnParallelLinear(ParallelLinear):
         return cls._from(linear, group, **options).train_in_fp8(fp8)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
+        x, w, bias = under_autocast(input, *self.parts())
         if not self.gather:
             whole = copy_to_group(x, self.group_name)
             if self.fp8 is not None:
@@ -400,7 +428,7 @@ class RowParallelLinear(ParallelLinear):
         return cls._from(linear, group, scatter=scatter, dim=dim).train_in_fp8(fp8)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x, w, bias = under_autocast(input, local(self.weight), local(self.bias))
+        x, w, bias = under_autocast(input, *self.parts())
         if x.shape[-1] != w.shape[1]:
             self._refuse(x)
         if not self.scatter:

@@ -92,33 +92,55 @@ def make_replicated(
             part._parameters[name] = known[old]
         if names:
             part.__class__ = _class_of(type(part), tuple(names))
-            part._sums_over, part._in_forward = name_of(mesh) if sums else "", 0  # type: ignore
+            part._sums_over = name_of(mesh) if sums else ""  # type: ignore[assignment]
+            part._running = Running()  # type: ignore[assignment]
 
 
 def plain_in_parents(module: nn.Module) -> None:
-    """Let modules in ``module`` use replicated parameters of their children, as in ``linear(x,
-    self.embed.weight)``: those are plain tensors while the forward of the parent runs, too."""
+    """Let ``module`` and modules in it use replicated parameters of modules in them, as in
+    ``linear(x, self.parts.embed.weight)``: those are plain tensors while any forward runs.
+
+    Those whose gradients are summed are so while the forward of their parent runs: elsewhere their
+    gradients would not be partial sums.
+    """
+    running = Running()
     for part in module.modules():
-        children = [child for child in part.children() if hasattr(child, "_sums_over")]
-        if children:
-            plain = _PlainChildren(children)
-            part.register_forward_pre_hook(plain.before)
-            part.register_forward_hook(plain.after, always_call=True)
+        if hasattr(part, "_running") and not part._sums_over:
+            part._running = running  # type: ignore[assignment]
+    for part in module.modules():
+        counters: list[Any] = [
+            child._running
+            for child in part.children()
+            if hasattr(child, "_running") and child._sums_over
+        ]
+        if any(getattr(m, "_running", None) is running for m in part.modules() if m is not part):
+            counters.append(running)
+        if counters:
+            hooks = RunningHooks(counters)
+            part.register_forward_pre_hook(hooks.before)
+            part.register_forward_hook(hooks.after, always_call=True)
 
 
-class _PlainChildren:
-    """The hooks of a module. A copy of the module has its own, with the copied children."""
+class Running:
+    """How many forwards run, one in another, in which parameters are plain tensors."""
 
-    def __init__(self, children: list[Any]) -> None:
-        self.children = children
+    def __init__(self) -> None:
+        self.forwards = 0
+
+
+class RunningHooks:
+    """The hooks of a module. A copy of the module has its own, with the copied counters."""
+
+    def __init__(self, counters: list[Any]) -> None:
+        self.counters = counters
 
     def before(self, *_: Any) -> None:
-        for child in self.children:
-            child._in_forward += 1
+        for counter in self.counters:
+            counter.forwards += 1
 
     def after(self, *_: Any) -> None:
-        for child in self.children:
-            child._in_forward -= 1
+        for counter in self.counters:
+            counter.forwards -= 1
 
 
 @cache
@@ -126,11 +148,11 @@ def _class_of(cls: Any, names: tuple[str, ...]) -> type:
     """The subclass of ``cls`` whose parameters of these names are plain tensors in forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._in_forward += 1
+        self._running.forwards += 1
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
-            self._in_forward -= 1
+            self._running.forwards -= 1
 
     properties = {name: property(_getter(name)) for name in names}
     members = {**properties, "forward": forward}
@@ -139,8 +161,10 @@ def _class_of(cls: Any, names: tuple[str, ...]) -> type:
 
 def _getter(name: str) -> Any:
     def parameter(self: Any) -> Any:
+        if name not in self._parameters:  # it was deleted
+            raise AttributeError(name)
         value = self._parameters[name]
-        if not self._in_forward or value is None:
+        if not self._running.forwards or value is None:
             return value
         plain = local(value)
         return copy_to_group(plain, self._sums_over) if self._sums_over else plain

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear
@@ -23,10 +24,13 @@ from tileweave.parallel.fused import (
     FusedLayer,
     check_parts,
     class_path,
+    is_adapter,
 )
 from tileweave.parallel.plans import COLUMN, OWN_HEADS, ROW, SUMS, UNTOUCHED, Block
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.trial import Tried
 
+KNOWN = (*ATTENTIONS, *INTERLEAVED)  # to be right with the heads of one rank
 # Norms that mix rows.
 MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
@@ -65,6 +69,32 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
             )
 
 
+def check_no_wrapper(model: nn.Module) -> None:
+    """Raise :class:`InputError` for a wrapper that keeps the parameters that it found."""
+    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+    for path, module in model.named_modules():
+        require(
+            not isinstance(module, kinds),
+            f"{path or 'a model'}, a {type(module).__name__}",
+            "a model without it, which would keep the parameters of before",
+            "call tileweave.parallelize first, with one dimension of a mesh, then "
+            "torch.distributed.fsdp.fully_shard with the other one",
+        )
+
+
+def check_hooks(model: nn.Module, paths: list[str]) -> None:
+    """Raise :class:`InputError` for a layer with hooks, which would see a part of its tensors."""
+    for path in paths:
+        module = model.get_submodule(path)
+        require(
+            not (module._forward_hooks or module._forward_pre_hooks),
+            f"{path}, which has forward hooks",
+            "layers without hooks: those would see and change the features of one rank",
+            "register them on the module around it, after tileweave.parallelize if they only "
+            "read, or pass check=False",
+        )
+
+
 def check_plain(path: str, module: Any) -> None:
     """Raise :class:`InputError` unless ``module`` is a plain ``nn.Linear``."""
     require(
@@ -72,6 +102,19 @@ def check_plain(path: str, module: Any) -> None:
         f"{path}, which is sharded already",
         "a model that is not sharded",
         "call tileweave.parallelize once, or pass a plan without it",
+    )
+    require(
+        not is_dtensor(module._parameters.get("weight")),
+        f"{path}, whose weight is a DTensor already",
+        "a model that is not sharded",
+        "call tileweave.parallelize first, then fully_shard or others",
+    )
+    require(
+        not is_adapter(module),
+        f"{path}, an adapter of PEFT ({class_path(module)})",
+        "LoRA around an nn.Linear, without variants such as DoRA and not merged",
+        "merge it into the model first (merge_and_unload), use plain LoRA, or pass a plan without "
+        "it",
     )
     require(
         type(module) is nn.Linear,
@@ -118,7 +161,8 @@ def check_block(
     module = model.get_submodule(block.path)
     dot = f"{block.path}." if block.path else ""
     _check_heads(module, block, size)
-    known = {*block.columns, block.row, *(name.partition(".")[0] for name in block.columns)}
+    layers = (*block.columns, block.row)
+    known = {*layers, *(name.partition(".")[0] for name in layers)}
     paths = {dot + name for name in (*block.columns, block.row)}
     styled = {path for path in styles if path not in paths} | whole
     for name in (name for name, p in module._parameters.items() if p is not None):
@@ -149,6 +193,33 @@ def check_block(
     return replace(block, shares=block.shares and not around)
 
 
+def check_between(model: nn.Module, tried: Tried, styled: set[str]) -> None:
+    """Raise :class:`InputError` for a part with parameters in a module whose layers are not all its
+    children, unless its plan names that part."""
+    module: Any = model.get_submodule(tried.path)
+    dot = f"{tried.path}." if tried.path else ""
+    layers = {*tried.columns, *tried.rows}
+    if not tried.rows or not any("." in name for name in layers):
+        return
+    block = Block(tried.path, tried.columns, tried.rows[0])
+    for name, part in module.named_modules():
+        known = name in layers or any(f"{name}.".startswith(f"{p}.") for p in tried.inner)
+        above = any(f"{dot}{name}.".startswith(f"{path}.") for path in styled)
+        if known or above or not any(p is not None for p in part._parameters.values()):
+            continue
+        if (
+            is_adapter(part)
+            or "lora_" in name
+            or _is_around(part, dot + name, module, block, set())
+        ):
+            continue
+        raise InputError(
+            f"asked: a plan for {tried.path or type(module).__name__}, which has parameters in "
+            f"{(dot + name).rstrip('.') or 'it'}; allowed: {', '.join(sorted(layers))}; "
+            f"remedy: {_SAY}"
+        )
+
+
 _SAY = (
     'pass plan={...} with a style for it: "sequence_parallel" if each rank has only a part of its '
     'input (its heads, its features or its rows), "replicated" if each rank has all of it'
@@ -172,7 +243,7 @@ def _is_around(child: nn.Module, path: str, module: Any, block: Block, styled: s
     what they compute, or a part with layers of its own in the plan."""
     if any(other.startswith(f"{path}.") for other in styled):
         return True
-    row = getattr(module, block.row)
+    row: Any = module.get_submodule(block.row)
     shapes = [tuple(p.shape) for p in child.parameters()]
     hidden = row.out_features != row.in_features
     return hidden and is_norm(child) and all(shape == (row.out_features,) for shape in shapes)
@@ -198,7 +269,7 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
             "whole heads on every rank",
             "choose fewer ranks, or pass a plan without this attention",
         )
-    if class_path(module) in (*ATTENTIONS, *INTERLEAVED):
+    if class_path(module) in KNOWN:
         return
     for name, value in _heads_in_forward(module):
         layers = [c for c in block.columns if not _of_keys(name) or _of_keys(c.lower())]
@@ -214,6 +285,12 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
                 f"set {block.path or 'the model'}.{name} = {value // size} (and others like it) "
                 "before this call, or pass a plan without this attention",
             )
+
+
+def counts_heads(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` takes numbers of heads from attributes, which may be those
+    of one rank."""
+    return class_path(module) in KNOWN or any(True for _ in _heads_in_forward(module))
 
 
 def _of_keys(name: str) -> bool:
@@ -273,6 +350,15 @@ def check_own_rows(
     roots : list of (path, module)
         The blocks of the model's lists, or the model.
     """
+    for path in sorted(styles):  # ranks may have other orders
+        style = styles[path]
+        inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
+        require(
+            not (inner and isinstance(style, (Colwise, Rowwise)) and style.sequence_dim is None),
+            f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
+            "a style with sequence_dim",
+            "pass sequence_dim=1 (or that of this call) to the style",
+        )
     inside = {block.path for block in blocks}
     sharded = {path for path, style in styles.items() if style not in UNTOUCHED}
     for root, module in roots:

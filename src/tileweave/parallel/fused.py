@@ -223,7 +223,7 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
     module: Any = model.get_submodule(path)
     layer = getattr(module, name, None)
     if type(layer) is not nn.Linear:
-        return f"it is a {type(layer).__name__}"
+        return f"it is a {class_path(layer)}"
     if name == GATE_UP[0] and type(getattr(module, GATE_UP[1], None)) is nn.Linear:
         half = layer.out_features // 2
         if layer.out_features % 2 or half != module.down_proj.in_features:
@@ -259,9 +259,14 @@ def check_parts(path: str, linear: Any, parts: Mapping[str, int], size: int, hea
         )
 
 
-def class_path(module: nn.Module) -> str:
+def class_path(module: object) -> str:
     """Module and name of the class of ``module``."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_adapter(module: object) -> bool:
+    """Whether ``module`` is one that PEFT puts around another one."""
+    return type(module).__module__.startswith("peft.") and isinstance(module, nn.Module)
 
 
 def refuse_fused(path: str, reason: str) -> None:

@@ -21,6 +21,7 @@ from tileweave.parallel.fused import (
     FusedLayer,
     class_path,
     fused_layer,
+    is_adapter,
     refuse_fused,
 )
 from tileweave.parallel.styles import Colwise
@@ -90,7 +91,8 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
     for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if not _is_norm(child)}
         for name in sorted(children & set(FUSED)):
-            if isinstance(getattr(module, name), nn.Linear):
+            layer = getattr(module, name)
+            if isinstance(layer, nn.Linear) or is_adapter(layer):
                 fused.append(_split_or_refuse(model, path, name, size))
         if children & set(FUSED):
             continue
@@ -158,7 +160,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def of_transformers(model: nn.Module) -> dict[str, str] | None:
-    """The plan that a model of transformers has; None if it has none."""
+    """The plan that a model of transformers has, also in a model of PEFT; None if it has none."""
+    if is_adapter(model):
+        for path, part in model.named_modules():
+            if hasattr(type(part), "_tp_plan"):
+                given = of_transformers(part) or {}
+                return {f"{path}.{pattern}": style for pattern, style in given.items()} or None
+        return None
     own: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     config = getattr(model, "config", None)
     base: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -13,17 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.made_classes import make_class
+from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.fused import SplitLinear, is_adapter
 
 
 def save_whole(model: nn.Module) -> None:
     """Let ``save_pretrained`` of ``model`` and of models in it gather the weights first."""
     for part in model.modules():
         method = getattr(type(part), "save_pretrained", None)
+        if method is not None and is_adapter(part) and not isinstance(part, SavesAdapters):
+            part.__class__ = _class_of(type(part), SavesAdapters)
+            continue
         takes_state = method is not None and "state_dict" in signature(method).parameters
         if takes_state and not isinstance(part, SavesWhole):
-            part.__class__ = _class_of(type(part))
+            part.__class__ = _class_of(type(part), SavesWhole)
 
 
 class SavesWhole:
@@ -53,19 +60,55 @@ class SavesWhole:
         return done
 
 
+class SavesAdapters:
+    """A model of PEFT, whose ``save_pretrained`` writes the adapters. All ranks must call it."""
+
+    def get_prompt(self, *args: Any, **options: Any) -> Any:
+        """The prompt of prompt tuning, which ``generate`` asks for outside of forward."""
+        model: Any = self
+        hooks = RunningHooks([m._running for m in model.modules() if hasattr(m, "_running")])
+        try:
+            hooks.before()
+            return super().get_prompt(*args, **options)  # type: ignore[misc]
+        finally:
+            hooks.after()
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """Write whole adapters on rank 0, as PEFT does; raise on all ranks if it could not."""
+        model: Any = self
+        base = {
+            f"{path}.weight"
+            for path, part in model.named_modules()
+            if isinstance(part, (ParallelLinear, SplitLinear)) and "lora_" not in path
+        }
+        found, meshes = _whole_state(self, base)
+        failed = True
+        try:
+            if dist.get_rank() == 0 and options.get("is_main_process", True):
+                given = {"state_dict": found, **options}
+                super().save_pretrained(save_directory, *args, **given)  # type: ignore[misc]
+            failed = False
+        finally:
+            told = any([_any_failed(failed, mesh) for mesh in meshes])
+        if told:
+            raise RuntimeError(f"another rank could not save to {save_directory}: see its error")
+
+
 @cache
-def _class_of(cls: type) -> type:
-    return make_class(cls, SavesWhole, {}, _class_of)
+def _class_of(cls: type, mixin: type) -> type:
+    return make_class(cls, mixin, {}, _class_of, mixin)
 
 
-def _whole_state(model: Any) -> tuple[dict[str, Any], list[Any]]:
+def _whole_state(model: Any, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Any]]:
     """The state of ``model`` on the CPU of rank 0, nothing on others; and the meshes it is on.
-    Tensors that share memory, such as tied embeddings, stay one."""
+    Tensors that share memory, such as tied embeddings, stay one. ``but``: names to leave out."""
     writes = dist.get_rank() == 0
     found: dict[str, Any] = {}
     gathered: dict[Any, Any] = {}
     meshes: dict[Any, None] = {}
     for name, value in model.state_dict().items():
+        if name in but:
+            continue
         key: Any = name
         if is_dtensor(value):
             meshes[value.device_mesh] = None

@@ -16,7 +16,6 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ColumnParallelLinear, under_autocast
-from tileweave.nn.shards import local
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.scaled_training import linear as in_fp8
@@ -40,7 +39,7 @@ class SharedColumn(ColumnParallelLinear):
         if input is x:
             if self.gather:
                 return instead
-            x, w, bias = under_autocast(instead, *self._parts())
+            x, w, bias = under_autocast(instead, *self.parts())
             if self.fp8 is not None:
                 return in_fp8(x, w, bias, self.fp8)
             return nn.functional.linear(x, w, bias)
@@ -61,9 +60,6 @@ class SharedColumn(ColumnParallelLinear):
         )
         return super().train_in_fp8(recipe)
 
-    def _parts(self) -> tuple[Any, Any]:
-        return local(self.weight), local(self.bias)
-
 
 class _SharedInput:
     """The hooks of a module whose column-parallel layers share its input. A copy of the module has
@@ -79,7 +75,7 @@ class _SharedInput:
         x = args[key] if isinstance(key, int) else kwargs[key]
         first = layers[0]
         if first.gather:
-            cast = under_autocast(x, *(part for layer in layers for part in layer._parts()))
+            cast = under_autocast(x, *(part for layer in layers for part in layer.parts()))
             instead, x = all_gather_matmul(
                 cast[0],
                 list(cast[1::2]),

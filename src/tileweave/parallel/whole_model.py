@@ -17,7 +17,18 @@ from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import gather_parts, own_part
-from tileweave.parallel.checks import check_block, check_fused, check_own_rows, check_styles
+from tileweave.parallel.adapters import shard_lora, take_base_layers
+from tileweave.parallel.checks import (
+    check_between,
+    check_block,
+    check_fused,
+    check_hooks,
+    check_no_wrapper,
+    check_own_rows,
+    check_styles,
+    counts_heads,
+)
+from tileweave.parallel.data_parallel import refuse_ddp
 from tileweave.parallel.fused import FusedLayer, split
 from tileweave.parallel.plans import (
     COLUMN,
@@ -36,6 +47,7 @@ from tileweave.parallel.plans import (
 from tileweave.parallel.saving import save_whole
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 Styles = dict[str, str | ParallelStyle]
@@ -49,6 +61,7 @@ def parallelize(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     src_data_rank: int | None = 0,
+    check: bool = True,
 ) -> nn.Module:
     """Shard the linear layers of ``model`` over the ranks of ``mesh``, in place (tensor
     parallelism).
@@ -101,6 +114,13 @@ def parallelize(
         The rank of the mesh whose parameters are taken. None: ranks have equal parameters, and
         nothing is sent.
 
+    check : bool
+        Try each module around sharded layers, with numbers in place of their outputs: whether each
+        rank computes its part of the heads or features from that part. Modules that take one tensor
+        are tried at once, others in their first call without ``torch.compile``; those that cannot
+        be tried (with a cache, for instance) or that count heads by attributes are not. False: take
+        the word of the caller.
+
     Returns
     -------
     model : nn.Module
@@ -116,7 +136,9 @@ def parallelize(
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     size = dist.get_world_size(group_of(name))
+    check_no_wrapper(model)
     styles, blocks, fused, whole = _styles(model, plan, size)
+    styles, blocks, lora = take_base_layers(model, styles, blocks)
     at = sequence_dim if sequence_parallel else None
     check_styles(model, styles, size)
     every = styles.keys() | {
@@ -130,7 +152,9 @@ def parallelize(
     outer = _outer_lists(model, [*styled]) if sequence_parallel else []
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        check_own_rows(model, roots, blocks, styled)
+        check_own_rows(model, roots, blocks, {**styled, **dict.fromkeys(lora, SUMS[0])})
+    named = {*styles} if isinstance(plan, dict) else None
+    tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
@@ -149,6 +173,10 @@ def parallelize(
     for block in blocks:
         if block.shares:
             share_input(model.get_submodule(block.path), block.path, block.columns)
+    for path in lora:
+        shard_lora(model.get_submodule(path), over, src_data_rank)
+    for path, watched in tried.items():
+        watch(model.get_submodule(path), watched)
     rows = _own_rows(model, outer, name, sequence_dim) if sequence_parallel else []
     known: dict[nn.Parameter, nn.Parameter] = {}
     for part in rows:  # all that is not sharded sees own rows, or own heads
@@ -160,6 +188,7 @@ def parallelize(
     make_replicated(model, over, False, known, src_data_rank)
     plain_in_parents(model)
     save_whole(model)
+    refuse_ddp(model)
     return model
 
 
@@ -182,13 +211,7 @@ def _styles(
     require(plan == "auto", f"plan={plan!r}", '"auto" or a dict', "pass one of them")
     given = of_transformers(model)
     if given is None or not {COLUMN, ROW} & {*given.values()}:  # some plans have the head only
-        blocks, fused = recognise(model, size)
-        return (
-            {path: kind for b in blocks for path, kind in b.paths().items()},
-            blocks,
-            fused,
-            set(),
-        )
+        return _recognised(model, size)
     known = (COLUMN, ROW, *SUMS, *WHOLE)
     for pattern, style in given.items():
         require(
@@ -200,7 +223,46 @@ def _styles(
     styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False)
     whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
+    if not styles and not fused:
+        return _recognised(model, size)
     return styles, blocks_of(styles), fused, {*whole}
+
+
+def _recognised(
+    model: nn.Module, size: int
+) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
+    blocks, fused = recognise(model, size)
+    styles: Styles = {path: kind for b in blocks for path, kind in b.paths().items()}
+    return styles, blocks, fused, set()
+
+
+def _tried(
+    model: nn.Module,
+    styles: Styles,
+    fused: list[FusedLayer],
+    size: int,
+    named: set[str] | None,
+) -> dict[str, Tried]:
+    """The modules around sharded layers by path. Those that take one tensor are tried.
+
+    ``named``: paths that the plan of a user names.
+    """
+    columns = [p for p, s in styles.items() if s == COLUMN or isinstance(s, Colwise)]
+    rows = [p for p, s in styles.items() if s == ROW or isinstance(s, Rowwise)]
+    parts = {p: s.parts for p, s in styles.items() if isinstance(s, Colwise) and s.parts}
+    for layer in fused:
+        name, row = Block(layer.path, (layer.name,), layer.row).paths()
+        columns.append(name)
+        rows.append(row)
+        parts[name] = layer.sizes
+    check_hooks(model, [*columns, *rows])
+    found = modules_to_try(model, columns, rows, size)
+    for path, tried in found.items():
+        if named is not None:
+            check_between(model, tried, named)
+        tried.done = counts_heads(model.get_submodule(path))
+        try_made_up_input(model, tried, parts)
+    return found
 
 
 def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyle:
@@ -231,12 +293,20 @@ def _outer_lists(model: nn.Module, paths: list[str]) -> list[list[tuple[str, nn.
         for path, module in model.named_modules()
         if isinstance(module, CONTAINERS)
         and any(p.startswith(f"{path}.") and p.count(".") >= path.count(".") + 2 for p in paths)
+        and not (isinstance(module, nn.ModuleDict) and not _all_planned(path, module, paths))
     }
     return [
         [(f"{path}.{name}", block) for name, block in module.named_children()]
         for path, module in lists.items()
         if not any(path.startswith(f"{other}.") for other in lists)
     ]
+
+
+def _all_planned(path: str, module: nn.Module, paths: list[str]) -> bool:
+    """Whether each child has layers of the plan. A ModuleDict without that is no list of blocks:
+    embedding, blocks and norm, as in nanoGPT."""
+    children = [f"{path}.{name}." for name, _ in module.named_children()]
+    return all(any(p.startswith(child) for p in paths) for child in children)
 
 
 def _own_rows(

@@ -1,0 +1,445 @@
+"""Modules around sharded layers, tried: does each rank compute its part from its part?
+
+Between its column-parallel and its row-parallel layers a module sees the heads or features of one
+rank. A forward that mixes them (a softmax over features, ``glu``), or that counts on those of all
+ranks (a hard-coded number of heads, ALiBi slopes), would be wrong, often without an error. So it is
+run with numbers in place of the layers' outputs: once with those of all ranks, then with those of
+each. What its row-parallel layers get must be the parts of the same tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from pickle import PicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tileweave.errors import InputError, TileweaveError
+from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear
+from tileweave.nn.made_classes import make_class
+from tileweave.nn.replicated import RunningHooks
+from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.adapters import BASE, why_not_sharded
+from tileweave.parallel.shared_input import SharedColumn
+
+# What a forward that counts on other shapes raises; out of memory and the like are no such errors.
+FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+NOT_FOREIGN = (TileweaveError, torch.OutOfMemoryError, dist.DistError, torch.AcceleratorError)
+# What a copy of a module, or a forward with made-up numbers, may raise.
+UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError, copy.Error, PicklingError)
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
+_LOG = logging.getLogger("tileweave")
+ROWS = 3  # of an input that is made up, per rank
+
+
+@dataclass
+class Tried:
+    """A module with sharded layers: a column-parallel and a row-parallel one at least.
+
+    path : of the module.
+    columns, rows : paths of its sharded layers, from the module.
+    inner : paths of modules in it that are tried themselves, from the module.
+    size : the number of ranks.
+    done : there is nothing to try any more.
+    warned : about hooks of its layers.
+    """
+
+    path: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    inner: tuple[str, ...]
+    size: int
+    done: bool = False
+    warned: bool = False
+
+    def refuse(self, module: nn.Module, reason: str) -> InputError:
+        """The error of this module."""
+        ends, begins = " and ".join(self.rows) or "comes next", ", ".join(self.columns)
+        return InputError(
+            f"asked: {self.path or type(module).__name__} over {self.size} ranks, whose forward "
+            f"{reason}; allowed: a forward that computes what {ends} of a rank takes from that "
+            f"rank's part of {begins}: whole heads, or features one by one; remedy: take the "
+            "numbers of heads and features from shapes, give it those of one rank (and pass "
+            "check=False), or pass a plan without it"
+        )
+
+
+# --- Which modules ---
+
+
+def modules_to_try(
+    model: nn.Module, columns: list[str], rows: list[str], size: int
+) -> dict[str, Tried]:
+    """The smallest modules that have a layer of ``rows`` and one of ``columns``, by path."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for row in rows:
+        parent = row.rpartition(".")[0]
+        while True:
+            dot = f"{parent}." if parent else ""
+            own = [path for path in columns if path.startswith(dot)]
+            called = not isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict))
+            if (own and called) or not parent:
+                break
+            parent = parent.rpartition(".")[0]
+        if own:
+            found.setdefault(parent, (own, []))[1].append(row)
+    made = {}
+    for path, (own, ends) in found.items():
+        start = len(path) + 1 if path else 0
+        inside = [p[start:] for p in found if p != path and (not path or p.startswith(f"{path}."))]
+        inner = [p for p in inside if not any(p.startswith(f"{q}.") for q in inside)]
+        direct = [p[start:] for p in own if not any(p[start:].startswith(f"{q}.") for q in inner)]
+        made[path] = Tried(
+            path, tuple(direct), tuple(end[start:] for end in ends), tuple(inner), size
+        )
+    watched = {path: tried for path, tried in made.items() if tried.columns}
+    for column in columns:
+        if not any(not path or column.startswith(f"{path}.") for path in watched):
+            path, _, name = column.rpartition(".")
+            watched[path] = Tried(path, (name,), (), (), size, done=True)
+    return watched
+
+
+def try_made_up_input(
+    model: nn.Module, tried: Tried, parts: Mapping[str, Mapping[str, int]]
+) -> None:
+    """Try a module of the whole model that takes one tensor [batch, rows, features]. Others are
+    tried with the input of their first call.
+
+    Parameters
+    ----------
+    parts : mapping
+        The projections of fused layers by path, and their sizes.
+    """
+    module: Any = model.get_submodule(tried.path)
+    layers = [module.get_submodule(name) for name in tried.columns]
+    first = layers[0].weight
+    if tried.done or tried.inner or first.is_meta or not _takes_one(module):
+        return
+    if len({layer.in_features for layer in layers}) != 1:
+        return
+    dot = f"{tried.path}." if tried.path else ""
+    own = {n: tuple(parts[dot + n].values()) for n in tried.columns if dot + n in parts}
+    x = torch.randn(
+        2, ROWS * tried.size, layers[0].in_features, generator=torch.Generator().manual_seed(0)
+    )
+    x = x.to(first.device, first.dtype)
+    outer = _copied(module, tried, own)
+    if outer is not None:
+        tried.done = _judge(module, tried, outer, type(module).forward, (x,), {}, {})
+
+
+def _takes_one(module: nn.Module) -> bool:
+    try:
+        given = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return False
+    needed = [
+        p
+        for p in given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    keyword = any(p.default is p.empty and p.kind == p.KEYWORD_ONLY for p in given)
+    return len(needed) == 1 and not keyword
+
+
+# --- The first call ---
+
+
+class TriedModule(nn.Module):
+    """A module whose calls are watched: errors get its path, and the first one is a trial."""
+
+    _tried: Tried
+
+
+def watch(module: nn.Module, tried: Tried) -> None:
+    """Let ``module`` try its first call."""
+    module.__class__ = _class_of(type(module))
+    watched: Any = module
+    watched._tried = tried
+
+
+@cache
+def _class_of(cls: Any) -> type:
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        return _call(self, cls.forward, args, kwargs)
+
+    return make_class(cls, TriedModule, {"forward": forward}, _class_of)
+
+
+def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    tried: Tried = module._tried
+    dot = f"{tried.path}." if tried.path else ""
+    for name in (*tried.columns, *tried.rows):
+        reason = why_not_sharded(module, name)
+        if reason is not None:
+            raise InputError(f"asked: {dot}{name}, {reason}")
+    if not tried.warned:
+        _warn_of_hooks(module, tried)
+    outer, given = None, (args, kwargs)
+    if not tried.done and _is_plain(given):
+        outer, given = _copied(module, tried, {}), _cloned(given)
+        tried.done = True
+    try:
+        if outer is None:
+            return forward(module, *args, **kwargs)
+        with _outputs_of(module, tried.inner) as inner:
+            result = forward(module, *args, **kwargs)
+    except FOREIGN as error:
+        if isinstance(error, NOT_FOREIGN):
+            raise
+        raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
+    _judge(module, tried, outer, forward, given[0], given[1], inner)
+    return result
+
+
+def _warn_of_hooks(module: nn.Module, tried: Tried) -> None:
+    for name in (*tried.columns, *tried.rows):
+        try:
+            layer = module.get_submodule(name)
+        except AttributeError:  # LoRA that was unloaded
+            continue
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            tried.warned = True
+            path = f"{tried.path}.{name}" if tried.path else name
+            _LOG.warning("%s has forward hooks: they see and change the part of one rank", path)
+
+
+def _is_plain(given: Any) -> bool:
+    """Whether ``given`` has tensors with elements, and numbers and names, but no objects such as
+    caches, which a trial would change."""
+    leaves = list(_leaves(given))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    simple = (bool, int, float, str, type(None), torch.dtype, torch.device)
+    return (
+        bool(tensors)
+        and all(isinstance(leaf, (torch.Tensor, *simple)) for leaf in leaves)
+        and all(
+            t.numel() and not t.is_meta and not hasattr(t, "fake_mode") and not is_dtensor(t)
+            for t in tensors
+        )
+        and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    if isinstance(given, (tuple, list)):
+        for item in given:
+            yield from _leaves(item)
+    elif isinstance(given, dict):
+        for item in given.values():
+            yield from _leaves(item)
+    else:
+        yield given
+
+
+def _cloned(given: Any) -> Any:
+    if type(given) in (tuple, list):
+        return type(given)(_cloned(item) for item in given)
+    if isinstance(given, tuple):  # a named one
+        return type(given)(*(_cloned(item) for item in given))
+    if isinstance(given, dict):
+        return {key: _cloned(item) for key, item in given.items()}
+    return given.detach().clone() if isinstance(given, torch.Tensor) else given
+
+
+@contextmanager
+def _outputs_of(module: nn.Module, paths: tuple[str, ...]) -> Iterator[dict[str, list[Any]]]:
+    """What the modules at ``paths`` return meanwhile."""
+    found: dict[str, list[Any]] = {path: [] for path in paths}
+    hooks = []
+    for path in paths:
+
+        def note(_: Any, args: Any, y: Any, path: str = path) -> None:
+            found[path].append(_cloned(y))
+
+        hooks.append(module.get_submodule(path).register_forward_hook(note))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- A trial ---
+
+
+@dataclass
+class _Tape:
+    """What the layers of one run share. rank: whose part they give; None: those of all ranks."""
+
+    size: int
+    rank: int | None = None
+    calls: int = 0
+    seen: list[torch.Tensor] = field(default_factory=list)  # what row-parallel layers got
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
+
+    def begin(self, rank: int | None, outputs: dict[str, list[Any]]) -> None:
+        self.rank, self.calls, self.seen = rank, 0, []
+        self.outputs = {path: list(results) for path, results in outputs.items()}
+
+    def numbers(self, x: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        """Random numbers of the dtype that a linear layer makes of x; others in each call of a
+        run, the same in each run."""
+        kind = x.device.type
+        dtype = x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        self.calls += 1
+        drawn = torch.Generator().manual_seed(self.calls)
+        return torch.randn(shape, generator=drawn).to(x.device, dtype)
+
+
+class _Unfit(RuntimeError):
+    """A layer got other features than it has."""
+
+
+class _Stand(nn.Module):
+    """In place of a sharded layer. Its parameters have shapes and dtypes, no values."""
+
+    def __init__(self, layer: Any, tape: _Tape, column: bool, parts: tuple[int, ...]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.tape, self.column, self.parts = tape, column, parts or (layer.out_features,)
+        sharded = isinstance(layer, ParallelLinear)
+        moves = getattr(layer, "gather", False) and not isinstance(layer, SharedColumn)
+        self.moves = sharded and (moves or getattr(layer, "scatter", False))
+        self.dim = getattr(layer, "dim", 0)
+        self.weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
+        bias = layer.bias
+        self.bias = None if bias is None else torch.empty_like(self.weight[:, 0])
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        shape = [*x.shape[:-1], self.out_features]
+        rank, size = self.tape.rank, self.tape.size
+        if not self.column:
+            if x.shape[-1] != self.in_features // (1 if rank is None else size):
+                raise _Unfit(f"passed {x.shape[-1]} features to its row-parallel layer")
+            self.tape.seen.append(x.detach().clone())
+            if self.moves:
+                shape[self.dim] //= size
+            return self.tape.numbers(x, shape)
+        if x.shape[-1] != self.in_features:
+            raise _Unfit(f"passed {x.shape[-1]} features to a column-parallel layer")
+        if self.moves:
+            shape[self.dim] *= size
+        y = self.tape.numbers(x, shape)
+        if rank is None:
+            return y
+        return torch.cat([part.chunk(size, -1)[rank] for part in y.split(self.parts, -1)], -1)
+
+
+class _Replay(nn.Module):
+    """In place of a module that is tried by itself: returns what it returned."""
+
+    def __init__(self, path: str, tape: _Tape) -> None:
+        super().__init__()
+        self.path, self.tape = path, tape
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _cloned(self.tape.outputs[self.path].pop(0))
+
+
+def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) -> Any:
+    """A copy of ``module`` with other modules in place of its sharded layers and of inner ones, and
+    the tape of those; None if it cannot be copied."""
+    tape = _Tape(tried.size)
+    memo: dict[int, Any] = {}
+    for name, part in module.named_modules():
+        if name in tried.inner:
+            memo[id(part)] = _Replay(name, tape)
+        elif any(name.startswith(f"{path}.") for path in tried.inner):
+            continue
+        elif f"{name}.{BASE}" in (*tried.columns, *tried.rows):  # LoRA adds a part of its own
+            base: Any = part.get_submodule(BASE)
+            memo[id(part)] = _Stand(base, tape, f"{name}.{BASE}" in tried.columns, ())
+        elif isinstance(part, ParallelLinear):
+            column = isinstance(part, ColumnParallelLinear)
+            memo[id(part)] = _Stand(part, tape, column, ())
+        elif name in (*tried.columns, *tried.rows):  # the model is not sharded yet
+            memo[id(part)] = _Stand(part, tape, name in tried.columns, parts.get(name, ()))
+    memo[id(tape)] = tape
+    try:
+        made = copy.deepcopy(module, memo).eval()
+    except UNFIT:  # a copy may raise anything; the module is not tried then
+        return None
+    for part in made.modules():  # hooks of users may note what they see
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if not isinstance(getattr(hook, "__self__", None), RunningHooks):
+                    del hooks[key]
+    return made, tape
+
+
+def _judge(
+    module: nn.Module,
+    tried: Tried,
+    outer: tuple[nn.Module, _Tape],
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    inner: dict[str, list[Any]],
+) -> bool:
+    """Raise :class:`InputError` if a rank's part does not come from that rank's part. Returns
+    whether it could be tried."""
+    copied, tape = outer
+
+    def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        tape.begin(rank, inner)
+        y = forward(copy.deepcopy(copied, {id(tape): tape}), *_cloned(args), **_cloned(kwargs))
+        return tape.seen, [t for t in _leaves(y) if isinstance(t, torch.Tensor)]
+
+    devices = [t.device for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    cuda = [devices[0]] if devices[0].type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cuda):
+        state = torch.random.get_rng_state()
+        try:
+            whole, results = run(None)
+            torch.random.set_rng_state(state)
+            again, _ = run(None)
+            torch.manual_seed(1)
+            other, others = run(None)
+        except UNFIT:  # it asks for what is not here: its real calls tell
+            return False
+        if not whole or not (_alike(whole, again) and _alike(whole, other)):
+            return False
+        for rank in range(tried.size):
+            torch.random.set_rng_state(state)
+            try:
+                own, found = run(rank)
+            except UNFIT as error:
+                kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
+                raise tried.refuse(module, f"{kind}{error}") from error
+            parts = [t.chunk(tried.size, -1)[rank] for t in whole]
+            # others are heads of one rank, such as a cache
+            same = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
+            same = same if _alike(results, others) else []
+            if not _alike(parts, own) or not all(_alike([a], [b]) for a, b in same):
+                raise tried.refuse(
+                    module, "computes something else from a part of the heads or features"
+                )
+    return True
+
+
+def _alike(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    if [t.shape for t in wanted] != [t.shape for t in found]:
+        return False
+    for a, b in zip(wanted, found, strict=True):
+        finite = torch.where(a.isfinite(), a, 0).abs()
+        near = TOLERANCE.get(a.dtype, COARSE) * float(finite.max()) if a.numel() else 0.0
+        if not torch.allclose(a.float(), b.float(), rtol=0, atol=near, equal_nan=True):
+            return False
+    return True
