@@ -13,7 +13,9 @@ SOURCES, PUSHES, REMOTE = (
 )
 WORDS, LAUNCH = "device/triton/signal.py", "kernels/all_to_all/exchange.py"
 
-_FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
+_FLAG = (
+    "    notify(peers, peer, (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
+)
 _DONE = "    await_pushed(peers, epoch, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
 _COUNT = (

@@ -50,6 +50,7 @@ COSTS = {
     "embedding_bag_all_to_all_backward/of one rank": 2,
     "grouped_matmul_combine/roles": 2,
     "local/jagged": 2,
+    "local/maps of tiles": 2,
     "matmul_all_reduce/in chunks": 2,
     "matmul_all_reduce/one shot, tall": 2,
     "matmul_reduce_scatter/FP8, kernel": 2,

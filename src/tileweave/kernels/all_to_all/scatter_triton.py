@@ -73,13 +73,13 @@ from tileweave.device.triton.peers import (
     faulted,
     leave,
     load_epoch,
-    signals_at,
+    notify,
     slots_at,
     take_marked,
     wait,
 )
 from tileweave.device.triton.self_signaling import put_marked
-from tileweave.device.triton.signal import MAX_SLICES, count_last, notify, poison
+from tileweave.device.triton.signal import MAX_SLICES, count_last, poison
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
 from tileweave.kernels.runtime.launch import Call, Launcher
@@ -172,10 +172,9 @@ def announce_chunk(peers, peer, rank, slot, chunk, epoch, WORLD_SIZE: tl.constex
     Flags [slot, source, chunk] follow all signals, which are [source, chunk], R for meetings, and
     [pushed] (``transport/protocol.py``).
     """
-    signals = signals_at(peers, peer)
     mine = rank * MAX_SLICES + chunk
-    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)
-    notify(signals + mine, epoch)
+    notify(peers, peer, (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)
+    notify(peers, peer, mine, epoch)
 
 
 @triton.jit
