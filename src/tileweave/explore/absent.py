@@ -435,11 +435,23 @@ def _run(world: World, case: Case, clock: Clock) -> list[str]:
         world.run(body)
     except Violation as error:  # a task waits forever
         return [str(error)]
+    times: dict[str, int] = {}  # of the first report of each rank that is not late
+    for name, _, now in clock.ran_out:
+        times.setdefault(name.split(" program")[0], now)
+    copied = world.size * (MAX_SLICES + 1)  # own copies, which end whether peers come or not
+    if scenario.op == "matmul_all_to_all" and any(word == copied for _, word, _ in clock.ran_out):
+        passes.append("a wait for own copies times out")
     wrong, first = _wrong_of_late_ones(world, scenario, drawn, absent) if everywhere else [], {}
     for name, word, _ in clock.ran_out:
         first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
         wrong.append("no rank reports")
+    if scenario.op in (EmbeddingBag.op, BACKWARD):  # all ranks meet, whatever they send
+        wrong += [
+            f"{name} reports after {now}"
+            for name, now in times.items()
+            if now > PATIENCE + 4 * SKEW
+        ]
     for rank in sorted(set(range(world.size)) - set(absent)):
         for number, found in enumerate(results[rank][1:]):
             sums = [got for got in found if got.is_floating_point() and got.numel()]

@@ -28,6 +28,7 @@ from tileweave.transport.protocol import EPOCH
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
     ("tileweave.kernels.all_gather.await_shards", "BLOCK", 16),
+    ("tileweave.kernels.reduce_scatter.sum_shards", "BLOCK", 16),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
     ("tileweave.kernels.all_reduce.one_shot", "AT_THE_END", tl.constexpr(32)),
     ("tileweave.kernels.all_reduce.norm", "BLOCK", 64),
@@ -37,6 +38,7 @@ SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.embedding.table_sums", "KEYS", 16),
     ("tileweave.kernels.embedding.gradient", "LEAST", tl.constexpr(1)),  # others push nothing
     ("tileweave.kernels.embedding.gradient", "ROWS", 1),
+    ("tileweave.kernels.embedding.gradient", "COLS", 8),
     ("tileweave.kernels.experts.combine_triton", "PUSH_BLOCK", tl.constexpr(4)),
     ("tileweave.kernels.embedding.gradient", "EVERY", 2),
 )
@@ -558,7 +560,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1,),
         captured=True,
     ),
-    ConcurrentGather("concurrent gather", ((2, 16), (3, 8), (1, 8))),
+    ConcurrentGather("concurrent gather", ((2, 16), (1, 17), (1, 8))),
     ConcurrentGather("concurrent gather, captured", ((2, 16),), captured=True),
     MatmulReduce(
         "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 17, 17)), (1, 2, 3)
@@ -606,7 +608,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "by shards",
         "matmul_reduce_scatter",
         triton_config("copy_engine", kernel="library"),
-        ((12, 16, 16), (24, 8, 16)),
+        ((12, 16, 16), (5, 17, 16)),
         (1, 2, 3),
     ),
     MatmulReduce(
@@ -640,7 +642,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllReduceInChunks(
         "in chunks, by shards",
         triton_config("copy_engine", kernel="library", row_chunks=2),
-        ((3, 0, 8, 16), (2, 1, 9, 17)),
+        ((4, 0, 8, 16), (2, 1, 9, 17)),  # the first fills a slot
     ),
     AllReduceInChunks(
         "in chunks, captured",
