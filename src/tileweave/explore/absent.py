@@ -420,7 +420,8 @@ def _run(world: World, case: Case, clock: Clock) -> list[str]:
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
     passes: list[str] = []
     # of a combine, a rank that waits for an absent one's weights sends nothing, and may be named
-    clock.absent = absent if scenario.op != "grouped_matmul_combine" else ()
+    if everywhere and scenario.op != "grouped_matmul_combine":
+        clock.absent = absent
 
     def body(rank: int) -> None:
         _begin(world, scenario, rank, drawn)
@@ -446,7 +447,10 @@ def _run(world: World, case: Case, clock: Clock) -> list[str]:
         first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
         wrong.append("no rank reports")
-    if scenario.op in (EmbeddingBag.op, BACKWARD):  # all ranks meet, whatever they send
+    if everywhere and scenario.op in (
+        EmbeddingBag.op,
+        BACKWARD,
+    ):  # all ranks meet, whatever they send
         wrong += [
             f"{name} reports after {now}"
             for name, now in times.items()
