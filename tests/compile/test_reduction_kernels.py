@@ -32,13 +32,13 @@ from tests.compile.test_all_gather_kernels import (
 )
 
 from tileweave.kernels.all_reduce import collective as exchange
-from tileweave.kernels.all_reduce import gather_rows, one_shot
+from tileweave.kernels.all_reduce import one_shot
 from tileweave.kernels.all_reduce.norm import norm_launcher
 from tileweave.kernels.reduce_scatter import hopper
 from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.launch import Launcher
-from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
+from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -48,17 +48,20 @@ COLS = 512
 WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at once
 
 
+WHICH = "bias", "depth_first", "gathered"
+
+
 @dataclass(frozen=True)
 class Case:
     """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``:
-    can TMA store; ``mirrored``: with a mirror and a residual."""
+    can TMA store; ``gathered``: of an all-reduce by tiles, with a residual."""
 
     config: MatmulConfig
     rows: int
     bias: bool = False
     depth_first: bool = False
     cols: int = COLS
-    mirrored: bool = False
+    gathered: bool = False
 
     @property
     def push(self) -> bool:
@@ -72,9 +75,7 @@ class Case:
             + ["spans"] * (self.rows < c.tile_m)
             + ["odd"] * (self.cols % 8 > 0)
         )
-        return "-".join(
-            [*parts, *(name for name in ("bias", "depth_first", "mirrored") if getattr(self, name))]
-        )
+        return "-".join([*parts, *(name for name in WHICH if getattr(self, name))])
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
@@ -84,7 +85,7 @@ TRITON_CASES = (
     Case(SMALL, rows=256, depth_first=True),
     Case(SMALL, rows=16, bias=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, bias=True),
-    Case(replace(SMALL, transport="copy_engine"), rows=256, mirrored=True),
+    Case(replace(SMALL, transport="copy_engine"), rows=256, gathered=True),
 )
 
 
@@ -104,8 +105,8 @@ def tuned_cases() -> list[Case]:
     copied = [case for case in cases if not case.push]
     odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
     turned = replace(copied[0], depth_first=True)  # as backward runs it
-    mirrored = replace(copied[0], mirrored=True)  # a chunk of an all-reduce
-    return [*dict.fromkeys(cases), *odd, turned, mirrored]
+    wide = next(case for case in copied if case.config.tile_n == 256)
+    return [*dict.fromkeys(cases), *odd, turned, replace(wide, gathered=True)]
 
 
 HOPPER_CASES = tuned_cases()
@@ -125,14 +126,13 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     staging = (
         None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
     )
+    gathered = rows - 1 if case.gathered else 0
     if c.kernel == "hopper":
-        whole = fits(out)
-        launcher = hopper.launcher(
-            peers, schedule, c, dtype, DEPTH, w.stride(), whole, case.mirrored, case.mirrored
-        )
+        whole, more = fits(out), (case.gathered, None, gathered)
+        launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole, *more)
     else:
-        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
-    mirror = torch.empty_like(out) if case.mirrored else None
+        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride(), None, gathered)
+    mirror = torch.empty_like(out) if case.gathered else None
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror, mirror), target)
 
 
@@ -179,16 +179,9 @@ def compile_exchange(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["all_reduced", "end", "norm"])
-def test_small_kernels_compile(name: str, target: str) -> None:
+def test_the_norm_compiles(target: str) -> None:
     out = torch.empty(16, COLS, dtype=torch.bfloat16)
-    launches = gather_rows.row_launches(endpoint(64, out.dtype), WORLD_SIZE, RANK, out.numel(), 132)
-    launch = {
-        "all_reduced": launches.all_reduced,
-        "end": lambda: launches.end(out),
-        "norm": lambda: norm_launcher(16, COLS)(out, out[0], 1e-6, out),
-    }[name]
-    compiled = compile_one(launch, target)
+    compiled = compile_one(lambda: norm_launcher(16, COLS)(out, out[0], 1e-6, out), target)
     assert compiled.spills is not None and compiled.spills <= STACK
 
 
@@ -295,9 +288,9 @@ def check_marked(compiled: Compiled, receivers: int, waits: int = 0) -> None:
     ] == []
 
 
-def check_counted(compiled: Compiled) -> None:
-    """Beside copy engines: tiles are counted in behind their stores, and what came is read behind
-    the wait for it."""
+def check_counted(compiled: Compiled, announces: bool = False) -> None:
+    """With copy engines: tiles are counted after their stores, and what came is read after the
+    wait for it. ``announces``: chunks of own rows, too, each by a flag and a signal."""
     arrived = [name for name in ("slot0_desc", "slot1_desc", "slots") if name in compiled.params]
     # read when the kernel has ended
     kept = [name for name in ("out_desc",) if name in compiled.params]
@@ -306,7 +299,9 @@ def check_counted(compiled: Compiled) -> None:
     assert len(seen.signals) >= 2 + len(seen.waits), (
         "a meeting's, the count, and a report for each wait"
     )
-    assert len(list(writes_to_peers(compiled, "signal_table"))) == 1, "a meeting's"
+    told = len(list(writes_to_peers(compiled, "signal_table")))
+    # a meeting's; a flag and a signal of a chunk, in a loop over peers that may be unrolled
+    assert told in ((3, 1 + 2 * (WORLD_SIZE - 1)) if announces else (1,))
     assert seen.guarded_loads
     assert list(writes_to_peers(compiled, "slot_table")) == [], (
         "the copy engine writes to peers, the kernel does not"
@@ -322,7 +317,9 @@ def one_of_a_kind(cases: list[Case]) -> list[Case]:
         key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail),
         reverse=True,
     )
-    return list({(c.push, c.rows < c.config.tile_m, c.cols): c for c in large_first}.values())
+    return list(
+        {(c.push, c.rows < c.config.tile_m, c.cols, c.gathered): c for c in large_first}.values()
+    )
 
 
 LINTED = on_targets(TRITON_CASES, NVIDIA) + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
@@ -334,7 +331,7 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
     if case.push:  # in Gluon one store may serve all owners: its pointers differ by rows
         check_marked(compiled, 1 if case.config.kernel == "hopper" else WORLD_SIZE - 1)
     else:
-        check_counted(compiled)
+        check_counted(compiled, case.gathered)
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -381,7 +378,7 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     )
     peers = endpoint(schedule.slot_elements, torch.bfloat16)
     copies = () if push else ((), ())
-    call = _FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
+    call = FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
     x, w, out = (
         torch.empty(rows, cols, dtype=torch.bfloat16)
         for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS))

@@ -140,11 +140,11 @@ PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
     ("config", "how"),
     [
         (SCATTER_WIDE, ""),
-        (SCATTER_WIDE, "mirrored"),
-        (SCATTER_WIDE, "fast mirrored"),
+        (SCATTER_WIDE, "gathered"),
+        (SCATTER_WIDE, "fast gathered"),
         (replace(SCATTER_WIDE, split_tail=True, team=4), "fast"),
         (SCATTER_SQUARE, ""),
-        (SCATTER_SQUARE, "blocks mirrored"),
+        (SCATTER_SQUARE, "blocks gathered"),
         (PUSHED, ""),
         (replace(SCATTER_SQUARE, kernel="triton"), "blocks"),
         (replace(SCATTER_SQUARE, kernel="triton"), ""),
@@ -152,7 +152,7 @@ PUSHED = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)
     ids=str,
 )
 def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
-    blocks, mirrored, keeps_sums = (word in how for word in ("blocks", "mirrored", "fast"))
+    blocks, by_tiles, keeps_sums = (word in how for word in ("blocks", "gathered", "fast"))
     rows, kind = 256, torch.float8_e4m3fn
     config = replace(config, num_stages=3) if config.kernel == "triton" else config
     problem = Problem(WORLD_SIZE, rows, COLS, DEPTH, 1, "")
@@ -163,14 +163,14 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     scales = torch.empty(x.shape[0] * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
     peers = endpoint(schedule.slot_elements, out.dtype)
     scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
+    gathered = WORLD_SIZE * rows if by_tiles else 0
     if config.kernel == "hopper":
-        launch = scatter_hopper.launcher(
-            peers, schedule, config, kind, DEPTH, w.stride(), True, mirrored, mirrored, scaling
-        )
+        given = True, by_tiles, scaling, gathered
+        launch = scatter_hopper.launcher(peers, schedule, config, kind, DEPTH, w.stride(), *given)
     else:
         launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
     given = None if config.transport == "sm" else staging
-    more = (torch.empty_like(out), torch.empty_like(out)) if mirrored else (None, None)
+    more = (torch.empty_like(out), torch.empty_like(out)) if by_tiles else (None, None)
     compiled = compile_one(
         lambda: launch(x, w, bias.to(out.dtype), out, given, 0, *more, scales), TARGET
     )

@@ -20,7 +20,7 @@ from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.ops import reference
-from tileweave.planning.problem import KernelName, MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 PATH = "fused" if has_kernel(AR) else "unfused"
 
@@ -317,21 +317,22 @@ def test_one_shot_after_cublas(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(parity.parity, cases, replace(CONFIG, shots=1), PROGRAMS)
 
 
-CHUNKS = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, num_slices=4, row_chunks=3)
+BY_TILES = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, num_slices=3)
 
 
 @fused
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("kernel", ["triton", "library"])
-def test_chunks(worlds: Worlds, kernel: KernelName, size: int, chunks: int) -> None:
-    """Even and uneven last chunks, and fewer rows than the chunks would need."""
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_by_tiles(worlds: Worlds, size: int, slices: int) -> None:
+    """Slices of whole tiles and others, and fewer tiles than slices; a last rank with fewer rows,
+    and with a tile less than the others."""
     cases = [
         case(66 * size, 24, 33, bias=True, residual=True, norm=True),
         case(16 * size, 17, 20, "float16", integers=True),
         case(65 * size - 1, 40, 8, "bfloat16", norm=True),
     ]
-    config = replace(CHUNKS, kernel=kernel, row_chunks=chunks)
+    cases += [case(16 * size + 1, 20, 24)]
+    config = replace(BY_TILES, num_slices=slices)
     worlds("gloo", size).run(parity.parity, cases, config)
 
 
@@ -350,8 +351,8 @@ def other_strides(me: Member, case: Case, config: MatmulConfig) -> None:
 
 
 @fused
-def test_chunks_of_operands_with_other_strides(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(other_strides, case(66, 24, 40), CHUNKS)
+def test_by_tiles_of_operands_with_other_strides(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(other_strides, case(66, 24, 40), BY_TILES)
 
 
 def equal_bits(me: Member, case: Case, config: MatmulConfig) -> None:
@@ -363,20 +364,22 @@ def equal_bits(me: Member, case: Case, config: MatmulConfig) -> None:
 
 
 @fused
-@pytest.mark.parametrize("config", [CHUNKS, replace(CONFIG, shots=1)], ids=["chunks", "one_shot"])
+@pytest.mark.parametrize(
+    "config", [BY_TILES, replace(CONFIG, shots=1)], ids=["by_tiles", "one_shot"]
+)
 def test_ranks_have_the_same_bits(worlds: Worlds, config: MatmulConfig) -> None:
-    """Also in rows that two chunks have, and where every rank adds for itself."""
+    """Also where every rank adds for itself."""
     worlds("gloo", 3).run(equal_bits, case(97, 17, 64, "float16"), config)
 
 
 @fused
-def test_many_calls_in_chunks_with_late_ranks(worlds: Worlds) -> None:
+def test_many_calls_by_tiles_with_late_ranks(worlds: Worlds) -> None:
     cases = [
         case(96, 17, 24),
         case(150, 20, 33, residual=True, norm=True),
         case(97, 9, 20, bias=True),
     ]
-    worlds("gloo", 3).run(parity.many_calls, cases, CHUNKS, 8, 0.004, None, stall_in_the_kernel)
+    worlds("gloo", 3).run(parity.many_calls, cases, BY_TILES, 8, 0.004, None, stall_in_the_kernel)
 
 
 @fused

@@ -159,11 +159,10 @@ def by_copy_engines(me: Member) -> None:
     pushed = replace(kernel, transport="sm")
     calls = [*product((AG, RS), KINDS, (library,)), *product((AG,), KINDS[1:], (kernel,))]
     calls += product((RS,), KINDS, (kernel, pushed))
-    in_chunks = [replace(each, row_chunks=2) for each in (kernel, library)]
-    calls += product((AR,), KINDS[::2], in_chunks)
+    calls += product((AR,), KINDS, (kernel,))
     for op, kinds, config in calls:
-        # pushed tiles span ranks; of those that copy engines take, the last is not whole; 67 rows
-        # are two chunks, and rows that are in both
+        # pushed tiles span ranks; of those that copy engines take, the last is not whole; of 67
+        # rows the last rank has fewer
         of_rank = 5 if config is pushed else 18
         rows = {AG: 16, RS: of_rank * me.world_size, AR: 67}[op]
         case = Case(op, rows, kinds=kinds, bias=True, norm=op == AR, dtype=torch.float16)

@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
-from tests.explore.mutants_chunks import MUTANTS as CHUNKS
+from tests.explore.mutants_by_tiles import MUTANTS as BY_TILES
 from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_embedding_over_nodes import MUTANTS as EMBEDDING_OVER_NODES
@@ -49,12 +49,12 @@ MUTANTS = (
     *EXPERTS,
     *DISPATCH,
     *EXCHANGES,
+    *BY_TILES,
     *GATHERS,
     *NODES,
     *OVER_NODES,
     *EXPERTS_OVER_NODES,
     *EMBEDDING_OVER_NODES,
-    *CHUNKS,
     *SCALED,
 )
 

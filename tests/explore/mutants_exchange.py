@@ -6,6 +6,7 @@ from tests.explore.mutants import BARRIER, PARITY, REGISTRY, Mutant
 
 OUT, IN = "matmul_all_to_all/", "all_to_all_matmul/"
 PULLED, PULLS = "kernels/all_to_all/scatter_triton.py", "ops/matmul/matmul_all_to_all_fused.py"
+PULL = "device/triton/pull.py"
 SOURCES, PUSHES, REMOTE = (
     "kernels/all_to_all/gather_triton.py",
     "ops/matmul/all_gather_matmul_fused.py",
@@ -13,9 +14,7 @@ SOURCES, PUSHES, REMOTE = (
 )
 WORDS, LAUNCH = "device/triton/signal.py", "kernels/all_to_all/exchange.py"
 
-_FLAG = (
-    "    notify(peers, peer, (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
-)
+_FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
 _DONE = "    await_pushed(peers, epoch, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
 _COUNT = (
@@ -50,10 +49,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "place = 0",
         OUT + "copy engine",
     ),
-    Mutant("one flag for both slots", PULLED, "(1 + slot) *", "(1 + 0) *", OUT + "copy engine", 2),
-    Mutant("a flag is not set", PULLED, _FLAG, "", OUT + "copy engine"),
-    Mutant("flags move before the last pull", PULLED, _DONE, "", OUT + "copy engine", 2),
-    Mutant("flags are not zeroed", PULLED, _RESET, "", OUT + "copy engine"),
+    Mutant("one flag for both slots", PULL, "(1 + slot) *", "(1 + 0) *", OUT + "copy engine", 2),
+    Mutant("a flag is not set", PULL, _FLAG, "", OUT + "copy engine"),
+    Mutant("flags move before the last pull", PULL, _DONE, "", OUT + "copy engine", 2),
+    Mutant("flags are not zeroed", PULL, _RESET, "", OUT + "copy engine"),
     Mutant(
         "every tile announces its chunk",
         PULLED,

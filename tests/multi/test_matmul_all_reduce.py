@@ -14,9 +14,10 @@ import pytest
 import torch
 from tests.support import backward, behaviour, gpu_behaviour, parity
 from tests.support.matmul_cases import AR, Case, has_kernel
-from tests.support.worlds import World, one_shot
+from tests.support.worlds import Member, World, one_shot
 
-from tileweave.planning.problem import KernelName, MatmulConfig
+from tileweave.planning.choices import forced
+from tileweave.planning.problem import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -63,15 +64,37 @@ def test_parity_of_one_shot(largest: World) -> None:
     largest.run(parity.many_calls, cases[::2], ONE_SHOT, 250, 0.0005, timeout=200)
 
 
+BY_TILES = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=4, split_tail=False)
+
+
+def tile_kernels() -> list[object]:
+    square = replace(BY_TILES, tile_n=128, num_stages=6, num_slices=2)
+    plain = replace(square, kernel="triton", num_stages=3)
+    ids = "wide", "square", "triton"
+    marks = on_hopper, on_hopper, ()
+    configs = BY_TILES, square, plain
+    return [pytest.param(c, marks=m, id=i) for c, m, i in zip(configs, marks, ids, strict=True)]
+
+
 @fused
-@pytest.mark.parametrize("kernel", [pytest.param("hopper", marks=on_hopper), "library"])
-def test_parity_in_chunks(largest: World, kernel: KernelName) -> None:
-    config = MatmulConfig(kernel, "copy_engine", 128, 256, 64, 4, 8, num_slices=2)
-    config = replace(config, split_tail=False, row_chunks=2)
-    shapes = (2048, 1024, 512), (2047, 512, 256), (1026, 520, 200)
+@pytest.mark.parametrize("config", tile_kernels())
+def test_parity_by_tiles(largest: World, config: MatmulConfig) -> None:
+    """Rows that the ranks divide and others, columns that TMA stores and others."""
+    shapes = (2048, 1024, 512), (1537, 512, 256), (1027, 520, 200), (1026, 516, 72)
     cases = [case(*shape, **more) for shape in shapes for more in (FULL, {"integers": True})]
     largest.run(parity.parity, cases, config, timeout=200)
     largest.run(parity.many_calls, cases[::2], config, 60, 0.0005, timeout=200)
+
+
+def replay_forced(me: Member, of: Case, config: MatmulConfig, replays: int) -> None:
+    with forced(AR, config):
+        gpu_behaviour.replay_and_call(me, of, replays)
+
+
+@fused
+@on_hopper
+def test_replays_by_tiles(largest: World) -> None:
+    largest.run(replay_forced, case(1301, 512, 128, **FULL), BY_TILES, 40, timeout=200)
 
 
 @fused
@@ -154,10 +177,14 @@ def test_row_parallel_linear(largest: World) -> None:
 
 
 @fused
-@pytest.mark.parametrize("rows", [1, 256])
-def test_a_peer_that_never_calls(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [(1, LIBRARY), (256, LIBRARY), pytest.param(1025, BY_TILES, marks=on_hopper)],
+    ids=["one", "many", "by_tiles"],
+)
+def test_a_peer_that_never_calls(rows: int, config: MatmulConfig) -> None:
     ends = one_shot(
-        "nccl", 2, gpu_behaviour.calls_without_peer, case(rows, 512, 256), LIBRARY, 1, timeout=150
+        "nccl", 2, gpu_behaviour.calls_without_peer, case(rows, 512, 256), config, 1, timeout=150
     )
     gpu_behaviour.check_timed_out(ends, AR)
 

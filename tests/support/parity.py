@@ -76,7 +76,7 @@ def instance_of(
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
     if config.kernel == "library" and config.transport == "sm":
         kind = "library"
-    elif config.kernel == "library" and op != AR:
+    elif config.transport == "copy_engine" and (op == AR or config.kernel == "library"):
         kind = "gather"
     return workspace_of(name_of(group), device).instance(op, kind)
 

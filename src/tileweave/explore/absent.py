@@ -33,7 +33,6 @@ from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels.all_reduce import collective as exchange
-from tileweave.kernels.all_reduce import gather_rows
 from tileweave.kernels.all_reduce import one_shot as matmul_all_reduce
 from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding import gradient as embedding_gradient
@@ -230,8 +229,6 @@ class Absence:
         modules: tuple[Any, ...] = (exchange, matmul_all_reduce)
         for module in modules:
             module.leave_early = self._then_pause(module.leave_early)
-        pulls: Any = gather_rows
-        pulls.leave = self._then_pause(pulls.leave)
         push: Any = embedding_gradient.Push
         push.launch_alone = self._then_pause(push.launch_alone)
 
@@ -587,8 +584,9 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
     )
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
+    kind = getattr(scenario, "kind", "copy_engine") if copied else "sm"
     for rank in range(world.size):
-        instance = world.workspace(rank).instance(scenario.op, "copy_engine" if copied else "sm")
+        instance = world.workspace(rank).instance(scenario.op, kind)
         if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > CALLS:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from tileweave.explore.scenarios import (
     AllGatherMatmul,
-    AllReduceInChunks,
     MatmulReduce,
     OneShot,
     triton_config,
@@ -27,6 +26,7 @@ SCENARIOS = (
     AllGatherMatmul("gather, captured", ENGINE, ((16, 16, 16),), (1, 2, 3), captured=True),
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
+    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
 GATHER = AllGatherMatmul(
@@ -41,8 +41,6 @@ COPIED_GATHERS = (
 SUMS = TableGradient("groups", 1, 2, "sm")
 COPIED_SUMS = TableGradient("groups by copy engines", 1, 2, "copy_engine")
 COPIED_SUMS_ALONE = TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True)
-# rank 1 is paused before it pulls the rows of others
-CHUNKS = AllReduceInChunks("pulled rows", ENGINE, ((1, 0, 8, 16),))
 PAUSING: dict[Any, Callable[[bool, int], bool]] = {
     **{scenario: lambda exact, limit: exact for scenario in COPIED_GATHERS},
     **{scenario: lambda exact, limit: limit == PUSHED_US for scenario in (SUMS, COPIED_SUMS)},
@@ -61,7 +59,6 @@ PAUSED = (
         (1,),
     ),
     COPIED_SUMS_ALONE,
-    CHUNKS,
 )
 # with one slot: rank 1 goes on when copies of rank 0's second call, given up, have come
 HALFWAY = (COPIED_SUMS, COPIED_SUMS_ALONE)
@@ -72,6 +69,7 @@ READING = (
         "by shards", triton_config("copy_engine", kernel="library"), ((2, 16, 16),), (1,)
     ),
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((32, 16, 16),), (1,)),
+    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((32, 16, 16),), (1,)),
 )
 
 

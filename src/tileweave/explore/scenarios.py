@@ -10,7 +10,7 @@ because its time depends on the number of operations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 from zlib import crc32
@@ -317,8 +317,13 @@ class MatmulReduce:
     def resident(self) -> int:
         return max(self.programs)  # a program may wait for any program of a peer
 
+    @property
+    def kind(self) -> str:
+        by_tiles = self.op == "matmul_all_reduce" and self.config.transport == "copy_engine"
+        return "gather" if by_tiles else instance_of(self.config)
+
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
+        begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -354,10 +359,10 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        kind = instance_of(self.config)
-        yield from end_instance(world, rank, self.op, kind, drawn)
+        yield from end_instance(world, rank, self.op, self.kind, drawn)
         if self.config.transport == "sm":  # what is pushed is taken, and zeros are left
-            yield "left in slots", int(world.workspace(rank).instance(self.op, kind).slots.any()), 0
+            instance = world.workspace(rank).instance(self.op, self.kind)
+            yield "left in slots", int(instance.slots.any()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -430,66 +435,6 @@ class OneShot:
         yield "programs that left", int(instance.control[1]), 0
         yield "tiles that are done", int(instance.counters[0]), 0
         yield "elements left in slots", int(instance.slots.count_nonzero()), 0
-
-
-@dataclass(frozen=True)
-class AllReduceInChunks:
-    """matmul_all_reduce in chunks of rows. ``shapes``: (tiles of rows for each rank, further rows,
-    cols, K of a rank)."""
-
-    name: str
-    config: MatmulConfig
-    shapes: tuple[tuple[int, int, int, int], ...]
-    captured: bool = False
-    op: str = "matmul_all_reduce"
-    programs: tuple[int, ...] = (1, 2)
-    resident: int = 2  # a program may wait for any program of a peer
-    payloads: ClassVar[tuple[str, ...]] = PAYLOADS
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, "matmul_reduce_scatter", instance_of(self.config), drawn.epoch)
-        begin_instance(world, rank, self.op, "copy_engine", drawn.epoch)
-
-    def call(
-        self, world: World, rank: int, number: int, drawn: Drawn
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
-
-        tiles, further, *sizes = self.shapes[(number + drawn.order) % len(self.shapes)]
-        shape = (tiles * world.size * self.config.tile_m + further, *sizes)
-        seed = (number + drawn.order) % POOL
-        x, w, want = reduce_operands(drawn.payload, shape, world.size, rank, seed)
-        out = unwritten(want, number + drawn.order)
-        world.transports[rank].captured = self.captured and number > 0
-        plan = Plan("fused", "explored", self.config)
-        group = world.ranks[rank].group
-        bias = added(want, number + drawn.order, 0)
-        want = want if bias is None else want + bias
-        residual = None
-        if bias is not None:
-            residual = whole_numbers(tuple(want.shape), "residual", seed).to(want.dtype)
-            want = want + residual
-        x = placed(x, number + drawn.order)
-        run_fused(x, w, bias, residual, None, 0.0, out, None, group, plan)
-        yield sign_of_zeros(out)
-        yield "out", out, want
-
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        from tileweave.planning.schedules.chunks import chunks_of
-
-        launches = 0
-        for number in range(drawn.calls):
-            tiles, further, *_ = self.shapes[(number + drawn.order) % len(self.shapes)]
-            tile_m, count = self.config.tile_m, self.config.row_chunks
-            launches += len(
-                chunks_of(tiles * world.size * tile_m + further, count, world.size, tile_m)
-            )
-        of_chunks = replace(drawn, calls=launches)
-        kind = instance_of(self.config)
-        yield from end_instance(world, rank, "matmul_reduce_scatter", kind, of_chunks)
-        begun = drawn.calls - 1 if self.captured else 0  # captured calls begin with one more
-        of_all = replace(drawn, calls=launches + begun)
-        yield from end_instance(world, rank, self.op, "copy_engine", of_all)
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -636,18 +581,19 @@ SCENARIOS: tuple[Scenario, ...] = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 17, 17), (5, 33, 12)), norm=False),
     OneShot("one shot, tall", triton_config("sm", shots=1, tile_m=32), ((32, 17, 12),), norm=False),
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
-    AllReduceInChunks(
-        "in chunks", triton_config("copy_engine", row_chunks=3), ((3, 0, 8, 16), (2, 1, 9, 17))
+    MatmulReduce(
+        "by tiles",
+        "matmul_all_reduce",
+        triton_config("copy_engine", num_slices=2),
+        ((64, 16, 16), (97, 17, 8)),
+        (1, 2),
     ),
-    AllReduceInChunks(
-        "in chunks, by shards",
-        triton_config("copy_engine", kernel="library", row_chunks=2),
-        ((4, 0, 8, 16), (2, 1, 9, 17)),  # the first fills a slot
-    ),
-    AllReduceInChunks(
-        "in chunks, captured",
-        triton_config("copy_engine", row_chunks=2),
-        ((2, 1, 8, 16),),
+    MatmulReduce(
+        "by tiles, captured",
+        "matmul_all_reduce",
+        triton_config("copy_engine", num_slices=3),
+        ((65, 8, 16),),
+        (1, 2),
         captured=True,
     ),
 )

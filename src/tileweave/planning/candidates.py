@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import MatmulConfig, Problem
-from tileweave.planning.schedules.chunks import fits_chunks
 
 FP8_ARCH = 89  # compute capability, times ten, of the first GPUs whose tensor cores take FP8
 
@@ -64,11 +63,8 @@ _REDUCE = (
     _launch(128, 4),
     *_LARGE_BLOCKS,
     replace(_launch(64, 4), shots=1),
-    *(replace(_PER_SHARD, row_chunks=chunks) for chunks in (1, 2)),
-    *(
-        replace(_uncut(_WIDE, slices), row_chunks=chunks)
-        for chunks, slices in ((1, 2), (2, 2), (2, 4), (4, 2), (4, 4))
-    ),
+    *(_uncut(_WIDE, slices) for slices in (2, 4, 8)),
+    *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (2, 4)),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
@@ -95,12 +91,9 @@ _FP8_SCATTER = (
 
 
 _FP8_REDUCE = (
-    *(config for config in _by_cublas(_REDUCE) if config.transport == "sm"),
-    *(
-        replace(_uncut(wide, slices), row_chunks=chunks)
-        for wide in (_FP8_WIDE, replace(_SQUARE, tile_k=128, group_m=8))
-        for chunks, slices in ((1, 2), (2, 2), (4, 2))
-    ),
+    *(config for config in _by_cublas(_REDUCE)),
+    *(_uncut(_FP8_WIDE, slices) for slices in (2, 4, 8)),
+    *(_uncut(replace(_SQUARE, tile_k=128, group_m=8), slices) for slices in (2, 4)),
 )
 
 
@@ -223,10 +216,10 @@ def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     if p.fp8 and own and not _takes_fp8(op, c, p):
         return False
     if op == "matmul_all_reduce":
-        in_chunks = c.transport == "copy_engine"
-        if in_chunks and not fits_chunks(p.rows, p.world_size, c.tile_m):
-            return False
-        if c.kernel != "library" and not in_chunks and p.rows > c.tile_m:
+        if c.transport == "copy_engine":
+            if not own or p.rows < p.world_size * c.tile_m:
+                return False
+        elif c.kernel != "library" and p.rows > c.tile_m:
             return False
     elif not c.fits_rows(p.rows):
         return False

@@ -14,6 +14,8 @@ from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
+# of a slice of an all-reduce: a push, its signal, and a pull, each with a wait (two H200)
+_SLICE_SECONDS = 12e-6
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -61,20 +63,15 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     if c.kernel == "library":
         if op in GATHERS:
             return _cublas_per_shard(p, w, costs, link_rate)
-        if op == "matmul_all_reduce":
-            return _reduce_chunks(p, w, c.row_chunks, costs, link_rate)
         return _send_shards(p, w, costs, link_rate)
     return _fused(op, p, w, c, costs, link_rate)
 
 
 def host_seconds(op: str, c: MatmulConfig | None, world_size: int) -> float:
     """Host time of an eager call, where it is longer than that of the unfused path: no such call is
-    faster. Measured on two H100: 80 us for each shard of cuBLAS, 180 us for each chunk of an
-    all-reduce; on two H200: 400 us for each chunk by shards."""
+    faster. Measured on two H100: 80 us for each shard of cuBLAS."""
     if c is None or c.transport == "sm":
         return 0.0
-    if op == "matmul_all_reduce":
-        return c.row_chunks * (400e-6 if c.kernel == "library" else 180e-6)
     return 80e-6 * world_size if c.kernel == "library" else 0.0
 
 
@@ -112,24 +109,19 @@ def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
     return max(sent + c.signal, size * (product + c.gap)) + summed
 
 
-def _reduce_chunks(p: Problem, w: Work, chunks: int, costs: Costs, link_rate: float) -> float:
-    """Chunks of rows that are reduced one after the other; the gather of the last one is not
-    hidden."""
-    c, one = costs.c, replace(w, m=max(w.m // chunks, p.world_size), nbytes=w.nbytes / chunks)
-    gathered = c.copy_latency + one.nbytes / (c.copy_fraction * link_rate)
-    return chunks * (_send_shards(p, one, costs, link_rate) + c.gap) + gathered
-
-
 def _fused(
     op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float
 ) -> float:
     c, size = costs.c, p.world_size
     multiply = _multiply(op, p, w, config, costs)
     copied = config.transport == "copy_engine"
-    if op == "matmul_all_reduce" and copied:  # the gather of the last chunk is not hidden
-        chunks, once = config.row_chunks, w.nbytes / (c.copy_fraction * link_rate)
-        hidden = max(multiply, once * (2.0 - 1.0 / chunks))
-        return c.copy_latency + c.fused_launch * chunks + hidden + once / chunks
+    if op == "matmul_all_reduce" and copied:  # the gather of the last slice is not hidden
+        once = w.nbytes / (c.copy_fraction * link_rate)
+        slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
+        # copy engines are busy from the first slice of partial sums on
+        copies = w.steps * once + slices * (size - 1) * _SLICE_SECONDS
+        bound = max(multiply + once / slices, multiply / (size * slices) + copies)
+        return c.fused_launch + c.copy_latency + bound
     latency = c.copy_latency if copied else c.push_latency
     fraction = c.copy_fraction if copied else c.push_fraction
     sent = latency + w.nbytes / (fraction * link_rate) + c.signal
@@ -144,8 +136,8 @@ def _fused(
 def _multiply(op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> float:
     """Seconds of all tiles of a fused kernel, with nothing to wait for."""
     tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
-    by_shard = op not in ("matmul_all_reduce", "all_to_all_matmul")
-    if by_shard and config.transport == "copy_engine":  # tiles do not span shards
+    # tiles do not span shards
+    if config.transport == "copy_engine" and op != "all_to_all_matmul":
         shards = p.world_size
         tile_rows = shards * cdiv(w.m // shards, tile_m)
     else:

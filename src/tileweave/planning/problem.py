@@ -39,7 +39,7 @@ class MatmulConfig(_CachedHash):
     kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
         ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"``, the rows of
         each rank are multiplied by a launch of their own, and copy engines bring them before
-        (all-gather), or send the products (reduce-scatter, all-reduce).
+        (all-gather), or send the products (reduce-scatter).
     transport : how data reaches peers. ``"nodes"``: chunks cross to other nodes by NCCL (gloo on
         the CPU), copy engines push inside the node; with ``"library"`` cuBLAS multiplies one chunk
         while others travel, with ``"triton"`` tiles wait for chunks (all-gather on the CPU only).
@@ -48,7 +48,7 @@ class MatmulConfig(_CachedHash):
     num_warps : warps that multiply.
     group_m : tile rows that share columns of w in L2; see ``schedules.gather.grouped``.
     num_slices : slices of a shard that have signals of their own. A producer pushes one at a time
-        (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
+        (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter and all-reduce,
         ``"copy_engine"``); one crosses to other nodes at a time (``"nodes"``).
     num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
         whatever else runs.
@@ -61,9 +61,6 @@ class MatmulConfig(_CachedHash):
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
         rank sums its part and sends the result to the others, which is fewer bytes from three ranks
         on.
-    row_chunks : of an all-reduce whose kernel is that of a reduce-scatter (``"copy_engine"``): the
-        result is made in at most so many chunks of rows, of which one is gathered while the next
-        one is multiplied.
     """
 
     kernel: KernelName
@@ -82,7 +79,6 @@ class MatmulConfig(_CachedHash):
     team: int = 1
     own_first: bool = True
     shots: int = 2
-    row_chunks: int = 1
 
     __hash__ = _CachedHash.__hash__
 
@@ -101,8 +97,7 @@ class MatmulConfig(_CachedHash):
         if self.multiplies_chunks:
             return f"cuBLAS on each chunk as NCCL moves them, at most {self.num_slices} chunks"
         if self.kernel == "library" and self.transport == "copy_engine":
-            text = "cuBLAS on each shard, which copy engines move"
-            return f"{text}, {self.row_chunks} chunks of rows" if self.row_chunks > 1 else text
+            return "cuBLAS on each shard, which copy engines move"
         if self.kernel == "library":
             shots = ", one shot" if self.shots == 1 else ""
             return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}{shots}"
@@ -110,8 +105,6 @@ class MatmulConfig(_CachedHash):
         text = f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
         if self.transport == "copy_engine" and self.num_slices < 32:
             text += f", {self.num_slices} slices"
-        if self.row_chunks > 1:
-            text += f", {self.row_chunks} chunks of rows"
         return f"{text}, tail cut along K" if self.split_tail else text
 
 

@@ -110,7 +110,6 @@ _ALLOWED = {
     "band_sources": range(1, 9),
     "team": range(1, 1025),
     "shots": (1, 2),
-    "row_chunks": range(1, 65),
 }
 _SIZES = ("rows", "cols", "depth")
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 # --- Signals: int32 words in symmetric memory, one layout for every instance ---
 
 MAX_SLICES = 32  # signals that each source has at each rank, for slices or chunks of its data
+# An all-reduce by tiles: chunks from this number on are rows that a rank has reduced, those below
+# are partial sums.
+REDUCED = MAX_SLICES // 2
 
 
 @dataclass(frozen=True, slots=True)

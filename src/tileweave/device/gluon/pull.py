@@ -1,5 +1,5 @@
-"""Chunks that peers' copy engines pull, in Gluon, for one warp: the counterparts of functions of
-``kernels/all_to_all/scatter_triton.py``."""
+"""Chunks that peers' copy engines pull, in Gluon, for one warp: the counterparts of
+``device/triton/pull.py``; read that first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tileweave.device.triton.signal import MAX_SLICES
 @gluon.jit
 def announce_chunk(peers, peer, rank, slot, chunk, epoch, WORLD_SIZE: gl.constexpr):
     """The flag that the peer's copy engine waits for, then the signal; see
-    ``scatter_triton.announce_chunk``."""
+    ``pull.announce_chunk``."""
     signals = signals_at(peers, peer)
     mine = rank * MAX_SLICES + chunk
     notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)
@@ -40,14 +40,24 @@ def set_flags(flags, value, WORLD_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def end_of_pulls(peers, out, out_size, slot, num_chunks, rank, epoch, WORLD_SIZE: gl.constexpr):
+def end_of_pulls(
+    peers,
+    out,
+    out_size,
+    slot,
+    num_chunks,
+    rank,
+    epoch,
+    WORLD_SIZE: gl.constexpr,
+    FIRST: gl.constexpr = 0,
+):
     """The last program: all chunks were announced, all pulls are done, flags are zero; or else the
-    result is NaN."""
+    result is NaN. See ``pull.end_of_pulls``."""
     flags = peers.signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1
     for step in range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         for chunk in range(0, num_chunks):
-            wait(peers, source * MAX_SLICES + chunk, epoch, -1, 1, 1)
+            wait(peers, source * MAX_SLICES + FIRST + chunk, epoch, -1, 1, 1)
     # let the copies proceed: what they bring is overwritten below
     if faulted(peers):
         set_flags(flags, 1, WORLD_SIZE)

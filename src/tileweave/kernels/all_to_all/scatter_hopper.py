@@ -100,7 +100,7 @@ def launcher(
         "residual_desc": unused,
         "scales": None,
         "peers": peers,
-        "sizes": Sizes(s.place_elements, s.cols, x_step, w_step, out_pitch, out_step, out_size),
+        "sizes": Sizes(s.place_elements, s.cols, 0, out_size, x_step, w_step, out_pitch, out_step),
         "part_rows": rows,
         "num_chunks": s.chunks,
         **schedule_arguments(s),

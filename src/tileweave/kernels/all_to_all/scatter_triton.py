@@ -69,17 +69,15 @@ import triton.language as tl
 
 from tileweave.device.triton.matmul import give_part, matmul_tile, part_offsets, take_parts
 from tileweave.device.triton.peers import (
-    await_pushed,
     faulted,
     leave,
     load_epoch,
-    notify,
     slots_at,
     take_marked,
-    wait,
 )
+from tileweave.device.triton.pull import announce_chunk, end_of_pulls
 from tileweave.device.triton.self_signaling import put_marked
-from tileweave.device.triton.signal import MAX_SLICES, count_last, poison
+from tileweave.device.triton.signal import MAX_SLICES, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
 from tileweave.kernels.runtime.launch import Call, Launcher
@@ -162,53 +160,6 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     BLOCK: int
     HAS_BIAS: bool = False
-
-
-@triton.jit
-def announce_chunk(peers, peer, rank, slot, chunk, epoch, WORLD_SIZE: tl.constexpr):
-    """Tell ``peer`` that a chunk of its part is in the slot: the flag that its copy engine waits
-    for, then the signal.
-
-    Flags [slot, source, chunk] follow all signals, which are [source, chunk], R for meetings, and
-    [pushed] (``transport/protocol.py``).
-    """
-    mine = rank * MAX_SLICES + chunk
-    notify(peers, peer, (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)
-    notify(peers, peer, mine, epoch)
-
-
-@triton.jit
-def end_of_pulls(
-    peers,
-    out,
-    out_size,
-    slot,
-    num_chunks,
-    rank,
-    epoch,
-    WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The last program: every chunk has been announced, every pull is done, flags are zero; or else
-    the result is NaN."""
-    flags = peers.signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1
-    for step in range(1, WORLD_SIZE):
-        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        for chunk in range(0, num_chunks):
-            wait(peers, source * MAX_SLICES + chunk, epoch)
-    words = tl.arange(0, 8 * MAX_SLICES)
-    inside = words < WORLD_SIZE * MAX_SLICES
-    # let the copies proceed: what they bring is overwritten below
-    if faulted(peers) != 0:
-        tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
-    await_pushed(peers, epoch, WORLD_SIZE)
-    # this wait may have timed out: a peer that was late has reset a flag of this call
-    if faulted(peers) != 0:
-        tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
-        await_pushed(peers, epoch, WORLD_SIZE)
-    tl.store(flags + words, tl.zeros_like(words), mask=inside)
-    if faulted(peers) != 0:
-        poison(out, out_size, BLOCK)
 
 
 UNSPECIALIZED = [

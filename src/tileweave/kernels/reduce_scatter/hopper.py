@@ -123,9 +123,9 @@ class Choices(NamedTuple):
     WHOLE : TMA stores own tiles. Otherwise, since rows of ``out`` are not at multiples of 16 bytes,
         *multiply* stores them.
 
-    MIRROR : TMA stores own tiles a second time, where peers read them. Only with ``WHOLE``.
-
     HAS_RESIDUAL : a residual of the own rows is added, as what a peer sends. Not with ``PUSH``.
+
+    GATHER : as in ``triton.py``. Only with ``WHOLE``.
 
     ITEMSIZE : bytes of an element of x and w.
 
@@ -146,8 +146,8 @@ class Choices(NamedTuple):
     DEPTH_FIRST: bool
     WHOLE: bool
     HAS_BIAS: bool = False
-    MIRROR: bool = False
     HAS_RESIDUAL: bool = False
+    GATHER: bool = False
     ITEMSIZE: int = 2
     SCALED: int = 0
     X_STEP: int = 1
@@ -267,6 +267,8 @@ def multiply_partition(
         tile, k_begin, k_end = unit_range(share, index)
         first_row, row_limit, tile_col = place_out(tiles, tile)
         of_rows = first_row
+        if C.SCALED:
+            row_limit = gl.minimum(row_limit, sizes.height)
         if C.SCALED == 1:
             of_rows, of_cols = load_scales(
                 scales, first_row, row_limit, tile_col * TILE_N, sizes.cols, C
@@ -278,8 +280,10 @@ def multiply_partition(
                 k_begin,
                 k_end - k_begin,
                 ring,
-                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
-                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N + 128, C),
+                block_scales(scales, tiles, sizes.height, first_row, row_limit, tile_col * TILE_N),
+                block_scales(
+                    scales, tiles, sizes.height, first_row, row_limit, tile_col * TILE_N + 128
+                ),
                 TILE_M,
                 C.STAGES,
                 C.WARPS,
@@ -291,7 +295,7 @@ def multiply_partition(
                 k_begin,
                 k_end - k_begin,
                 ring,
-                block_scales(scales, tiles, first_row, row_limit, tile_col * TILE_N, C),
+                block_scales(scales, tiles, sizes.height, first_row, row_limit, tile_col * TILE_N),
                 TILE_M,
                 TILE_N,
                 C.STAGES,
@@ -421,7 +425,8 @@ def matmul_reduce_scatter_hopper_kernel(
     """Make shared memory, then run the partitions; *store* ends at once where registers go directly
     to peers.
 
-    ``part_rows``, ``num_chunks``: of an exchange, rows that a part really has, and chunks of it.
+    ``part_rows``: of an exchange, rows that a part really has. ``num_chunks``: of a part, or of the
+    own rows of an all-reduce by tiles.
     ``scales``: those of x and w, if they are FP8; else None. Others: as in Triton.
     """
     WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
@@ -551,18 +556,20 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
     whole: bool,
-    mirrored: bool = False,
     residual_added: bool = False,
     scaling: Scaling | None = None,
+    gathered: int = 0,
 ) -> Launcher:
     """Launches for one shape, called as those of ``triton.launcher``, for what
-    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``mirrored``,
-    ``residual_added``: whether there is a mirror, or a residual; only with ``whole`` and copy
-    engines. ``scaling``: of FP8 operands."""
+    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``scaling``: of FP8
+    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
+    own ones; else 0. ``residual_added``: whether it has a residual. Only with ``whole``."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
-    choices = choices_of(s, c, strides_w)._replace(WHOLE=whole, ITEMSIZE=dtype.itemsize)
+    choices = choices_of(s, c, strides_w)._replace(
+        WHOLE=whole, ITEMSIZE=dtype.itemsize, GATHER=gathered > 0
+    )
     made = dtype  # of the result, and of partial sums as they are sent
     if scaling is not None:
         choices, made = choices._replace(**scaling.choices(c)), scaling.out_dtype
@@ -570,17 +577,17 @@ def launcher(
     box = [c.tile_m, PIECE.value]
     shape = [(s.world_size - 1) * s.tile_rows * c.tile_m, s.cols]
     unused = descriptor(base, made, [64, 64], 64, box)
-    x_desc = descriptor(
-        base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]
-    )
+    height = gathered or s.world_size * s.rows
+    own_rows = min(s.rows, height - s.rank * s.rows)  # the last rank may have fewer
+    x_desc = descriptor(base, dtype, [height, s.depth], stride_x, [c.tile_m, c.tile_k])
     w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
     slot0_desc = slot1_desc = out_desc = staging_desc = unused
     if not push:
         slot0_desc = staging_desc = descriptor(base, made, shape, s.pitch, box)
         slot1_desc = descriptor(base + slot_bytes, made, shape, s.pitch, box)
         if whole:
-            out_desc = descriptor(base, made, [s.rows, s.cols], s.cols, box)
-    further = ("mirror_desc",) * mirrored + ("residual_desc",) * residual_added
+            out_desc = descriptor(base, made, [own_rows, s.cols], s.cols, box)
+    further = ("mirror_desc",) * choices.GATHER + ("residual_desc",) * residual_added
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
     part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
@@ -614,9 +621,7 @@ def launcher(
                 "tensors": Tensors(added, out, partials),
                 "scales": GivenScales(*scales) if scales else None,
                 "slot": slot,
-                "C": choices._replace(
-                    HAS_BIAS=bias is not None, MIRROR=mirrored, HAS_RESIDUAL=residual_added
-                ),
+                "C": choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual_added),
             }
 
         ends = [scale.data_ptr() for scale in scales]
@@ -629,9 +634,9 @@ def launcher(
         "mirror_desc": unused,
         "residual_desc": unused,
         "peers": peers,
-        "sizes": Sizes(s.place_elements, s.cols),
+        "sizes": Sizes(s.place_elements, s.cols, height, height * s.cols),
         "part_rows": 0,
-        "num_chunks": 0,
+        "num_chunks": s.chunks,
         **schedule_arguments(s),
     }
     # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups

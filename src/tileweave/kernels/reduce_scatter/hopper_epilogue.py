@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tileweave.device.gluon import pull
 from tileweave.device.gluon.matmul import (
     BlockScales,
     add_parts,
@@ -34,7 +35,7 @@ from tileweave.device.gluon.peers import (
 from tileweave.device.gluon.pull import announce_chunk, end_of_pulls
 from tileweave.device.gluon.self_signaling import push_piece
 from tileweave.device.gluon.signal import count_in, count_last, drain_tma_stores, store_async
-from tileweave.device.triton.signal import MAX_SLICES
+from tileweave.device.triton.signal import MAX_SLICES, REDUCED
 
 # Columns that the epilogue handles at once: one swizzled row of shared memory.
 PIECE = gl.constexpr(64)
@@ -44,22 +45,28 @@ REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Sizes(NamedTuple):
-    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
+    """Numbers that belong to the shape; those from ``x_step`` to ``out_step`` only of an exchange,
+    otherwise 0.
 
     place_size : elements of a slot for one peer.
 
     cols : of ``out``, or of a part.
 
-    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
+    height : rows of ``x``; 0 of an exchange.
+
+    out_size : elements of the whole result of an exchange, or of an all-reduce by tiles.
+
+    x_step, w_step, out_pitch, out_step : as in ``all_to_all/scatter_triton.py:Sizes``.
     """
 
     place_size: Any
     cols: Any
+    height: Any
+    out_size: Any
     x_step: Any = 0
     w_step: Any = 0
     out_pitch: Any = 0
     out_step: Any = 0
-    out_size: Any = 0
 
 
 class Boxes(NamedTuple):
@@ -124,7 +131,8 @@ def store_partition(
     C: gl.constexpr,
 ):
     """One warp: store pieces of peers' tiles from shared memory in ``staging`` and count the tiles;
-    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``MIRROR`` in the mirror.
+    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``GATHER`` in the mirror, where
+    the program that completes a chunk of own tiles announces it.
 
     The warp of the last program ends the call: it waits for [pushed] and resets the counters to
     zero. A push has none of this. ``EXCHANGE``: ``staging_desc`` is of an own slot; the program
@@ -152,6 +160,10 @@ def store_partition(
             if stores:
                 row = first_row - home * rows
                 place = home - (home > rank).to(gl.int32)
+                twice = home == rank
+                if C.GATHER:  # after a fault peers may still pull what is there
+                    if twice:
+                        twice = not pull.faulted(peers)
                 for piece in gl.static_range(PIECES):
                     mbarrier.wait(boxes.full.index(turn % BOXES), (turn // BOXES) & 1)
                     if home == rank:
@@ -160,12 +172,13 @@ def store_partition(
                             [row, col * TILE_N + piece * PIECE],
                             boxes.pieces.index(turn % BOXES),
                         )
-                        if C.MIRROR:
-                            store_async(
-                                mirror_desc,
-                                [row, col * TILE_N + piece * PIECE],
-                                boxes.pieces.index(turn % BOXES),
-                            )
+                        if C.GATHER:
+                            if twice:
+                                store_async(
+                                    mirror_desc,
+                                    [row, col * TILE_N + piece * PIECE],
+                                    boxes.pieces.index(turn % BOXES),
+                                )
                     else:
                         store_async(
                             staging_desc,
@@ -174,7 +187,7 @@ def store_partition(
                         )
                     if piece > 0:
                         # all but the stores of this piece
-                        if C.MIRROR and home == rank:
+                        if C.GATHER and twice:
                             tma.store_wait(2)
                         else:
                             tma.store_wait(1)
@@ -194,13 +207,29 @@ def store_partition(
                         if tile == 0:
                             meet(peers, rank, epoch, tile, WORLD_SIZE, 1)
                         count_in(counter)
+                elif C.GATHER:
+                    drain_tma_stores(epoch)
+                    chunk = row // TILE_M // chunk_rows
+                    counter = peers.counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk
+                    chunk_height = gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows)
+                    if count_last(counter, chunk_height * tiles.tile_cols):
+                        if not pull.faulted(peers):
+                            for step in range(1, WORLD_SIZE):
+                                peer = (rank + step) % WORLD_SIZE
+                                announce_chunk(
+                                    peers, peer, rank, slot, REDUCED + chunk, epoch, WORLD_SIZE
+                                )
         drain_tma_stores(epoch)
-        if C.EXCHANGE:
+        if C.EXCHANGE or C.GATHER:
             if program == num_programs - 1:
+                FIRST: gl.constexpr = REDUCED if C.GATHER else 0
+                whole = tensors.out
+                if C.GATHER:
+                    whole -= rank.to(gl.int64) * rows * sizes.cols
                 end_of_pulls(
-                    peers, tensors.out, sizes.out_size, slot, num_chunks, rank, epoch, WORLD_SIZE
+                    peers, whole, sizes.out_size, slot, num_chunks, rank, epoch, WORLD_SIZE, FIRST
                 )
-        else:
+        if not C.EXCHANGE:
             # The copy engine reads the epoch and the counters until it has pushed.
             if program == num_programs - 1:
                 await_pushed(peers, epoch, WORLD_SIZE, 1)
@@ -226,10 +255,10 @@ def piece_buffer(ring, index, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def block_scales(scales, tiles, first_row, row_limit, col, C: gl.constexpr):
+def block_scales(scales, tiles, height, first_row, row_limit, col):
     """Where the scales of a tile of FP8 blocks are: those of x are [K/128, M]."""
     of_cols = scales.w + (col // 128) * tiles.k_blocks
-    return BlockScales(scales.x, first_row, row_limit, tiles.rows * C.WORLD_SIZE, of_cols)
+    return BlockScales(scales.x, first_row, row_limit, height, of_cols)
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 
 BLOCK = 2048
-_CHANGING = "slot", "own", "bias", "residual", "out", "mirror"
+_CHANGING = "slot", "own", "bias", "out"
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -62,9 +62,7 @@ def sum_shards_kernel(
     slot,
     own,
     bias,
-    residual,
     out,
-    mirror,
     peers,
     rank,
     size,
@@ -72,8 +70,6 @@ def sum_shards_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MIRROR: tl.constexpr,
 ):
     """``slot``: this call's; ``size``: elements of ``out``, which has ``cols`` columns."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -91,12 +87,8 @@ def sum_shards_kernel(
             acc += tl.load(part + at, mask=at < size, other=0.0).to(tl.float32)
         if HAS_BIAS:
             acc += tl.load(bias + at % cols, mask=at < size, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            acc += tl.load(residual + at, mask=at < size, other=0.0).to(tl.float32)
         acc = tl.where(fault != 0, float("nan"), acc)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
-        if MIRROR:
-            tl.store(mirror + at, acc.to(out.dtype.element_ty), mask=at < size)
     if program == 0:
         await_pushed(peers, epoch, WORLD_SIZE)
     if last_to_leave(peers, programs):
@@ -107,33 +99,23 @@ def sum_launcher(
     peers: Peers, world_size: int, rank: int, rows: int, cols: int, programs: int
 ) -> Launcher:
     """Launches for a result [rows, cols], called with the slot of the call, the own partial sum,
-    bias or None, residual or None, out, and mirror or None."""
+    bias or None, and out."""
     size = rows * cols
 
     def pack(
         slot: torch.Tensor,
         own: torch.Tensor,
         bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
         out: torch.Tensor,
-        mirror: torch.Tensor | None,
     ) -> Call:
-        given = bias is not None, residual is not None, mirror is not None
-        tensors = (
-            slot,
-            own,
-            out if bias is None else bias,
-            out if residual is None else residual,
-            out,
-            out if mirror is None else mirror,
-        )
+        tensors = slot, own, out if bias is None else bias, out
         words = tuple(tensor.data_ptr() for tensor in tensors)
 
         def changing() -> dict[str, Any]:
             named: dict[str, Any] = dict(zip(_CHANGING, tensors, strict=True))
-            return named | dict(zip(("HAS_BIAS", "HAS_RESIDUAL", "MIRROR"), given, strict=True))
+            return named | {"HAS_BIAS": bias is not None}
 
-        return Call((*given, *(word % 16 == 0 for word in words)), words, changing)
+        return Call((bias is None, *(word % 16 == 0 for word in words)), words, changing)
 
     fixed = {"peers": peers, "rank": rank, "size": size, "cols": cols}
     fixed |= {"WORLD_SIZE": world_size, "BLOCK": BLOCK}

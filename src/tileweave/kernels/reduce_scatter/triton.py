@@ -53,6 +53,33 @@ tile).
 
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``.
 
+An all-reduce by tiles (``GATHER``) is this with a gather: own rows are stored in ``out`` and, a
+second time, in the *mirror*, after the peers' parts of the slot. The program that completes a chunk
+of own tiles announces it to all peers, whose copy engines pull it into their results, as in
+``matmul_all_to_all`` (``device/triton/pull.py``: flags, signals, the end of the call)::
+
+    rank r   | tiles of r+1 ... | tiles of r+2 ... | own tiles, sums      |
+    link                        | to r+1 ......... | to r+2 ... | pulls ... |
+
+====================  =====  ===============================  ======================================
+signal (int32)        value  notifier                         waiter
+====================  =====  ===============================  ======================================
+counter [R-1, chunk]  tiles  programs, once per own tile      the program that completes the chunk;
+                                                              zero between calls
+flag [slot, source,   1      the program of ``source`` that   own copy engine; reset to zero by the
+REDUCED + chunk]             completed the chunk              last program
+[source, REDUCED +    epoch  the same program                 the last program, with a time-out
+chunk]
+====================  =====  ===============================  ======================================
+
+Why no mirror is overwritten: an own tile of call n+1 is stored when the partial sums of all peers
+for it have come. So each peer is in its call n+1, and its call n, which ended after its pulls, no
+longer reads the mirror, nor its flags. After a time-out that does not hold, so from then on a rank
+neither stores in its mirror nor announces: a late peer gets the rows of its own call, or waits in
+vain and reports that. Why no rank waits for ever: announcements follow own tiles, which wait for
+partial sums only; pulls follow all pushes of their rank. The last rank may own fewer rows than the
+others (``Sizes.height``).
+
 FP8 operands (``SCALED``): a partial sum is multiplied by this rank's scales before it is rounded.
 Those of x are [M], or [K/128, M] of blocks, those of w [N], or [N/128, K/128].
 
@@ -89,8 +116,9 @@ from tileweave.device.triton.peers import (
     slots_at,
     take_marked,
 )
+from tileweave.device.triton.pull import announce_chunk, end_of_pulls
 from tileweave.device.triton.self_signaling import put_marked
-from tileweave.device.triton.signal import MAX_SLICES, count_in
+from tileweave.device.triton.signal import MAX_SLICES, REDUCED, count_in, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -158,6 +186,8 @@ class Sizes(NamedTuple):
 
     stride_x, stride_w : elements from row to row of ``x``, and of ``w`` (``DEPTH_FIRST``: from
         column to column).
+
+    height : rows of ``x``; at most ``rows`` of each rank.
     """
 
     place_size: Any
@@ -167,6 +197,7 @@ class Sizes(NamedTuple):
     depth: Any
     stride_x: Any
     stride_w: Any
+    height: Any
 
 
 class Choices(NamedTuple):
@@ -183,9 +214,11 @@ class Choices(NamedTuple):
 
     DEPTH_FIRST : ``w`` is contiguous along N.
 
-    MIRROR : the result is stored a second time, where peers read it.
-
     HAS_RESIDUAL : a residual of the own rows is added.
+
+    GATHER : an all-reduce by tiles: the result is stored a second time, where peers read it.
+
+    BLOCK : elements that ``GATHER`` overwrites with NaN at once after a fault.
 
     SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
 
@@ -205,8 +238,9 @@ class Choices(NamedTuple):
     EVEN_K: bool
     DEPTH_FIRST: bool
     HAS_BIAS: bool = False
-    MIRROR: bool = False
     HAS_RESIDUAL: bool = False
+    GATHER: bool = False
+    BLOCK: int = 1024
     SCALED: int = 0
     X_STEP: int = 1
     W_STEP: int = 1
@@ -286,6 +320,16 @@ def add_copied(acc, slot, row, col, slot_rows, rank, sizes, WORLD_SIZE: tl.const
 
 
 @triton.jit
+def announce_own(peers, counter, num_tiles, rank, slot, chunk, epoch, WORLD_SIZE: tl.constexpr):
+    """Count a tile of own rows; the last one of its chunk tells all peers, if nothing timed out."""
+    if count_last(counter, num_tiles):
+        if faulted(peers) == 0:
+            for step in range(1, WORLD_SIZE):
+                peer = (rank + step) % WORLD_SIZE
+                announce_chunk(peers, peer, rank, slot, chunk, epoch, WORLD_SIZE)
+
+
+@triton.jit
 def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
     """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
     then reset the counters to zero: all that there is room for."""
@@ -358,6 +402,7 @@ def matmul_reduce_scatter_kernel(
     for index in range(0, share.units):
         tile, k_begin, k_end = unit_range(share, index)
         first_row, row_limit, tile_col = place_out(tiles, tile)
+        row_limit = tl.minimum(row_limit, sizes.height)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         read = tl.minimum(row, row_limit - 1)
@@ -368,7 +413,7 @@ def matmul_reduce_scatter_kernel(
                 a_rows,
                 w,
                 sizes.stride_w,
-                BlockScales(scales.x + read, rows * WORLD_SIZE, of_cols),
+                BlockScales(scales.x + read, sizes.height, of_cols),
                 tile_col,
                 cols,
                 sizes.depth,
@@ -450,10 +495,31 @@ def matmul_reduce_scatter_kernel(
                     acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
                 acc = tl.where(faulted(peers) != 0, float("nan"), acc)
                 store_rows(acc.to(dtype), out, within, col, cols, own)
-                if C.MIRROR:
+                if C.GATHER:  # after a fault peers may still pull what is there
+                    own = own & (faulted(peers) == 0)
                     store_rows(acc.to(dtype), tensors.mirror, within, col, cols, own)
+            if C.GATHER:
+                if home == rank:  # though the last rank's last tiles may have no rows
+                    chunk = (first_row - rank * rows) // TILE_M // chunk_rows
+                    announce_own(
+                        peers,
+                        counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk,
+                        tl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols,
+                        rank,
+                        slot,
+                        REDUCED + chunk,
+                        epoch,
+                        WORLD_SIZE,
+                    )
     if not C.PUSH:
         if program == num_programs - 1:
+            if C.GATHER:
+                whole = out - tl.cast(rank, tl.int64) * rows * cols
+                chunks = tl.cdiv(tile_rows, chunk_rows)
+                size = sizes.height * cols
+                end_of_pulls(
+                    peers, whole, size, slot, chunks, rank, epoch, WORLD_SIZE, C.BLOCK, REDUCED
+                )
             end_of_copies(peers, counters + num_programs, epoch, WORLD_SIZE)
     leave(peers, epoch, num_programs)
 
@@ -470,12 +536,14 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
     scaling: Scaling | None = None,
+    gathered: int = 0,
 ) -> Launcher:
     """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
     or None, residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``:
-    which one a copy-engine call uses; a push reads it from the epoch. ``mirror``: memory of the
-    size of ``out`` that gets the result, too. ``residual``: of that size, added to the result.
-    ``scaling``: of FP8 operands.
+    which one a copy-engine call uses; a push reads it from the epoch. ``scaling``: of FP8
+    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
+    own ones; else 0. Only there: ``mirror``, memory of the size of ``out`` that gets the result,
+    too; ``residual``, of that size, added to the result.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -490,6 +558,7 @@ def launcher(
         GROUP_M=c.group_m,
         EVEN_K=s.depth % c.tile_k == 0,
         DEPTH_FIRST=depth_first,
+        GATHER=gathered > 0,
     )
     if scaling is not None:
         choices = choices._replace(**scaling.choices(c))
@@ -516,19 +585,21 @@ def launcher(
         def changing() -> dict[str, Any]:
             chosen = choices._replace(
                 HAS_BIAS=bias is not None,
-                MIRROR=mirror is not None,
                 HAS_RESIDUAL=residual is not None,
             )
             given = Scales(*scales) if scales else None
             return {"tensors": tensors, "scales": given, "slot": slot, "C": chosen}
 
-        absent = bias is None, mirror is None, residual is None
+        absent = bias is None, residual is None
         return Call((*absent, *(at % 16 == 0 for at in words)), (*words, slot), changing)
 
+    height = gathered or s.world_size * s.rows
     fixed = {
         "peers": peers,
         "rank": s.rank,
-        "sizes": Sizes(s.place_elements, s.rows, s.cols, s.pitch, s.depth, stride_x, stride_w),
+        "sizes": Sizes(
+            s.place_elements, s.rows, s.cols, s.pitch, s.depth, stride_x, stride_w, height
+        ),
         "num_tiles": s.num_tiles,
         "chunk_rows": min(s.chunk_rows, s.tile_rows),
         "team": s.team,

@@ -1,5 +1,5 @@
 """The fused call of matmul_all_reduce: one shot for few rows, cuBLAS and one launch that reduces
-(``reduce_by_cublas.py``), or chunks of rows (``all_reduce_in_chunks.py``)."""
+(``reduce_by_cublas.py``), or one launch that copy engines serve (``all_reduce_by_tiles.py``)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import endpoint, workspace_of
+from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
-    from tileweave.ops.matmul.cublas import Plain, Product
+    from tileweave.ops.matmul.cublas import Product
     from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
     from tileweave.ops.matmul.scaled import ScaledProduct
 
@@ -47,11 +47,11 @@ def run_fused(
         over_nodes.reduce(x, w, added, out, residual_out, group_name, chosen)
         return
     if config.transport == "copy_engine":
-        from tileweave.ops.matmul.cublas import Plain
+        from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
         from tileweave.ops.matmul.reduce_by_cublas import Added
 
         added = Added(bias, residual, norm_weight, norm_eps)
-        _in_chunks((x,), Plain(w, None), added, out, residual_out, group_name, chosen, config)
+        reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
         return
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
@@ -83,7 +83,11 @@ def run_scaled(
     config = chosen.config
     assert config is not None, "run_scaled needs a fused plan"
     if config.transport == "copy_engine":
-        _in_chunks(x, product, added, out, residual_out, group_name, chosen, config)
+        from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
+        from tileweave.ops.matmul.matmul_reduce_scatter_fused import scaled_parts
+
+        operands = Operands(*scaled_parts(x, product, out.dtype, config))
+        reduce_by_tiles(operands, added, out, residual_out, group_name, chosen)
         return
     require(
         config.kernel == "library",
@@ -92,24 +96,6 @@ def run_scaled(
         "pass such a config, or one of cuBLAS",
     )
     run_library(x, product, added, out, residual_out, group_name, chosen)
-
-
-def _in_chunks(
-    x: tuple[torch.Tensor, ...],
-    product: Plain | ScaledProduct,
-    added: Added,
-    out: torch.Tensor,
-    residual_out: torch.Tensor | None,
-    group_name: str,
-    chosen: Plan[MatmulConfig],
-    config: MatmulConfig,
-) -> None:
-    from tileweave.ops.matmul.all_reduce_in_chunks import reduce_in_chunks
-
-    device = out.device
-    workspace = REGISTRY.find(group_name, device) or workspace_of(group_name, device)
-    results = out, residual_out
-    reduce_in_chunks(workspace, x, product, added, *results, group_name, config, chosen.checksum)
 
 
 def run_library(

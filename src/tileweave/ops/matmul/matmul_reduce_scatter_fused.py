@@ -20,10 +20,10 @@ from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.gather import cdiv, push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
-from tileweave.transport.protocol import MAX_SLICES
+from tileweave.transport.protocol import MAX_SLICES, REDUCED
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
@@ -43,13 +43,8 @@ def run_fused(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
-    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N].
-
-    mirror : [M / R, N], gets the result, too. residual : [M / R, N], added. Only with copy engines.
-    """
+    """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.multiplies_chunks:
@@ -60,9 +55,9 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import Plain
 
-        run_library((x,), Plain(w, None), bias, out, group_name, chosen, mirror, residual)
+        run_library((x,), Plain(w, None), bias, out, group_name, chosen)
         return
-    _run(x, w, bias, out, group_name, chosen, config, mirror, residual, None, ())
+    _run(x, w, bias, out, group_name, chosen, config, None, ())
 
 
 def run_scaled(
@@ -72,25 +67,31 @@ def run_scaled(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """:func:`run_fused` of FP8 operands: x, its data and scales as they travel, and what it is
     multiplied by."""
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.kernel == "library":
-        run_library(x, product, bias, out, group_name, chosen, mirror, residual)
+        run_library(x, product, bias, out, group_name, chosen)
         return
+    data, w, scaling, scales = scaled_parts(x, product, out.dtype, config)
+    _run(data, w, bias, out, group_name, chosen, config, scaling, scales)
+
+
+def scaled_parts(
+    x: tuple[torch.Tensor, ...], product: ScaledProduct, dtype: torch.dtype, config: MatmulConfig
+) -> tuple[torch.Tensor, torch.Tensor, Scaling, tuple[torch.Tensor, ...]]:
+    """Of FP8 operands of a kernel of ours, with a result of ``dtype``: x, w, how they are scaled,
+    and their scales."""
     from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.ops.matmul.scaled import check_tile
 
     check_tile(config, product, True)
     (data, scale), w = x, product.w
     kind, keeps_sums = product.kind, product.fast_accum
-    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, out.dtype)
-    scales = scale.contiguous(), w.scale
-    _run(data, w.data, bias, out, group_name, chosen, config, mirror, residual, scaling, scales)
+    scaling = Scaling(kind == "block", kind == "tensor", w.kind == "tensor", keeps_sums, dtype)
+    return data, w.data, scaling, (scale.contiguous(), w.scale)
 
 
 def _run(
@@ -101,18 +102,13 @@ def _run(
     group_name: str,
     chosen: Plan[MatmulConfig],
     config: MatmulConfig,
-    mirror: torch.Tensor | None,
-    residual: torch.Tensor | None,
     scaling: Scaling | None,
     scales: Sequence[torch.Tensor],
 ) -> None:
     """A call whose kernel is ours."""
     aligned = (x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0
-    of_residual = None if residual is None else residual.data_ptr() & 15 == 0
-    key = (*aligned, mirror is None, of_residual, scaling)
-    instance, (call, launch) = ready(
-        chosen, key, group_name, _make, x, w, out, config, mirror, residual, scaling
-    )
+    key = (*aligned, scaling)
+    instance, (call, launch) = ready(chosen, key, group_name, _make, x, w, out, config, scaling)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
         try:
@@ -127,7 +123,7 @@ def _run(
         # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
         # next launch on this device comes after the copies.
         staging = instance.scratch(call.staging_elements * out.element_size()).view(out.dtype)
-    kernel = partial(launch, x, w, bias, out, staging, slot, mirror, residual, scales)
+    kernel = partial(launch, x, w, bias, out, staging, slot, None, None, scales)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
@@ -138,18 +134,15 @@ def run_library(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    mirror: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """A call whose matmul is ``product``, by cuBLAS: of all rows before one launch that reduces,
-    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]. mirror,
-    residual: only with copy engines."""
+    or of each rank's rows, which copy engines send. x: its parts, the first [M, k]."""
     config = chosen.config
     assert config is not None, "the unfused path has no config"
     if config.transport == "copy_engine":
         made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
         instance, (sums, added) = made
-        sums(instance, x, product, added(bias, residual), out, mirror, chosen.checksum)
+        sums(instance, x, product, added(bias), out, chosen.checksum)
         return
     instance, (call, added) = ready(
         chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
@@ -182,17 +175,18 @@ def _make(
     w: torch.Tensor,
     out: torch.Tensor,
     config: MatmulConfig,
-    mirror: torch.Tensor | None,
-    residual: torch.Tensor | None,
     scaling: Scaling | None,
-) -> tuple[Instance, tuple[_FusedCall, Callable[..., None]]]:
-    call = _fused_call(workspace, x, w, out.dtype, config, scaling)
-    return call.instance, (call, call.launcher(x, w, out, mirror, residual))
+) -> tuple[Instance, tuple[FusedCall, Callable[..., None]]]:
+    call = fused_call(workspace, x, w, out.dtype, config, scaling)
+    return call.instance, (call, call.launcher(x, w, out))
 
 
 @dataclass(slots=True)
-class _FusedCall:
-    """What calls of one shape share; made once, to save host time."""
+class FusedCall:
+    """What calls of one shape share; made once, to save host time.
+
+    gathered : rows of the result of an all-reduce by tiles; 0 of a reduce-scatter.
+    """
 
     instance: Instance
     endpoint: Peers
@@ -202,28 +196,27 @@ class _FusedCall:
     staging_elements: int  # of a call with copy engines: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaling: Scaling | None = None
+    gathered: int = 0
 
     def launcher(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
         out: torch.Tensor,
-        mirror: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
-        the same protocol."""
+        the same protocol. ``residual``: of an all-reduce."""
         key = (
             (x.data_ptr() | w.data_ptr()) & 15 == 0,
             out.data_ptr() & 15 == 0,
             x.stride(0),
             w.stride(),
             None if residual is None else residual.data_ptr() & 15 == 0,
-            mirror is None,
         )
         found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[key] = self._make(x, w, out, mirror, residual)
+            found = self.launchers[key] = self._make(x, w, out, residual)
         return found
 
     def _make(
@@ -231,7 +224,6 @@ class _FusedCall:
         x: torch.Tensor,
         w: torch.Tensor,
         out: torch.Tensor,
-        mirror: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> Callable[..., None]:
         if self.config.kernel == "hopper":
@@ -239,8 +231,8 @@ class _FusedCall:
             from tileweave.kernels.runtime.descriptors import fits
 
             whole = fits(out)  # otherwise TMA cannot store it
-            further = [tensor for tensor in (mirror, residual) if tensor is not None]
-            if fits(x, w) and (not further or (whole and fits(*further))):
+            added = residual is None or (whole and fits(residual))
+            if fits(x, w) and added and (whole or not self.gathered):
                 return hopper_launcher(
                     self.endpoint,
                     self.schedule,
@@ -249,61 +241,81 @@ class _FusedCall:
                     x.stride(0),
                     w.stride(),
                     whole,
-                    mirror is not None,
                     residual is not None,
                     self.scaling,
+                    self.gathered,
                 )
         from tileweave.kernels.reduce_scatter.triton import launcher
 
         strides = x.stride(0), w.stride()
-        return launcher(self.endpoint, self.schedule, self.config, *strides, self.scaling)
+        common = self.endpoint, self.schedule, self.config
+        return launcher(*common, *strides, self.scaling, self.gathered)
 
 
-def _fused_call(
+def fused_call(
     workspace: Workspace,
     x: torch.Tensor,
     w: torch.Tensor,
     dtype: torch.dtype,
     config: MatmulConfig,
     scaling: Scaling | None,
-) -> _FusedCall:
-    """``dtype``: of the result, and of partial sums."""
+    all_reduce: Instance | None = None,
+) -> FusedCall:
+    """``dtype``: of the result, and of partial sums. ``all_reduce``: the instance of an all-reduce
+    by tiles, whose slots have room for the mirror after the partial sums."""
     transport = workspace.transport
-    instance = workspace.instance(OP, config.transport)
+    instance = all_reduce or workspace.instance(OP, config.transport)
     key = (x.shape, w.shape[0], x.dtype, config, scaling)
     call = instance.cache.get(key)
     if call is None:
         size = transport.world_size
-        rows = x.shape[0] // size
+        rows = cdiv(x.shape[0], size)
         problem = Problem(size, rows, w.shape[0], x.shape[1], x.element_size(), "")
         schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
         if config.transport == "copy_engine":
+            most = MAX_SLICES if all_reduce is None else REDUCED
             require(
-                not schedule.spans_shards and schedule.chunks <= MAX_SLICES,
+                not schedule.spans_shards and schedule.chunks <= most,
                 f"copy_engine with {rows} rows per rank, tiles of {config.tile_m}, "
                 f"{schedule.chunks} chunks",
-                f"rows of a tile or more, at most {MAX_SLICES} chunks",
+                f"rows of a tile or more, at most {most} chunks",
                 'transport "sm"',
             )
+        mirrored = 0 if all_reduce is None else rows * schedule.cols
         instance.reserve(
-            schedule.slot_elements * dtype.itemsize, schedule.num_programs + 8 * MAX_SLICES
+            (schedule.slot_elements + mirrored) * dtype.itemsize,
+            schedule.num_programs + 8 * MAX_SLICES,
         )
         copies = ()
-        if config.transport == "copy_engine":
-            copies = tuple(_copies(instance, schedule, dtype.itemsize, slot) for slot in (0, 1))
-        staged = (size - 1) * schedule.place_elements
-        call = _FusedCall(
-            instance, endpoint(instance, dtype), schedule, config, copies, staged, {}, scaling
+        if config.transport == "copy_engine" and all_reduce is None:
+            pushed = instance.signal_copy(schedule.rank, instance.layout.pushed)
+            copies = tuple(
+                Copies([*pushes(instance, schedule, dtype.itemsize, slot), pushed])
+                for slot in (0, 1)
+            )
+        call = FusedCall(
+            instance,
+            endpoint(instance, dtype),
+            schedule,
+            config,
+            copies,
+            (size - 1) * schedule.place_elements,
+            {},
+            scaling,
+            0 if all_reduce is None else x.shape[0],
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
-def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
-    """Each chunk to its owner once all its tiles are counted, followed by a signal.
+def pushes(
+    instance: Instance, s: ScatterSchedule, itemsize: int, slot: int, staging: int = 0
+) -> list[Copy]:
+    """Each chunk to its owner once all its tiles are counted, followed by a signal. ``staging``:
+    its address; 0: the address that a push gives.
 
-    The last is a signal to this rank itself. Copies run one after the other: otherwise a receiver
-    would have two senders at once (decision 0002).
+    Copies run one after the other: otherwise a receiver would have two senders at once (decision
+    0002).
     """
     row_bytes = s.pitch * itemsize
     place_bytes = s.tile_rows * s.tile_m * row_bytes
@@ -321,10 +333,8 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
             + to_place * place_bytes
             + begin
         )
-        count = (end - first) * s.tile_cols
-        copies.append(
-            Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count)
-        )
+        count, offset = (end - first) * s.tile_cols, from_place * place_bytes + begin
+        source = staging and staging + offset
+        copies.append(Copy(target, source, stop - begin, offset, counter, count))
         copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))
-    copies.append(instance.signal_copy(s.rank, instance.layout.pushed))
-    return Copies(copies)
+    return copies

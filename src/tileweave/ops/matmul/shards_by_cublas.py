@@ -2,7 +2,7 @@
 the product before.
 
 ``kernels/reduce_scatter/sum_shards.py`` has the protocol. The counterpart of
-``cublas.multiply_shards``. Chunks of ``all_reduce_in_chunks.py`` may be such reduce-scatters.
+``cublas.multiply_shards``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class ShardSums(NamedTuple):
         product: Product,
         added: Added,
         out: torch.Tensor,
-        mirror: torch.Tensor | None = None,
         checksum: int = 0,
     ) -> None:
-        """Store the sum, plus bias and residual, in ``out``, and in ``mirror`` if given. x: its
-        parts, for the rows of all ranks in turn; ``product.rows_of`` takes those of one."""
+        """Store the sum, plus bias, in ``out``. x: its parts, for the rows of all ranks in turn;
+        ``product.rows_of`` takes those of one."""
         transport, rank, rows = instance.transport, instance.transport.rank, out.shape[0]
         capturing = instance.begin(checksum)
         slot = copy_slot(instance)
@@ -63,7 +62,7 @@ class ShardSums(NamedTuple):
                 product(product.rows_of(x, owner * rows, rows), staged[at])
                 transport.push(copies, staging.data_ptr(), QUEUE, None, capturing)
             product(product.rows_of(x, rank * rows, rows), staged[-1])
-            self.launch(self.slots[slot], staged[-1], added.bias, added.residual, out, mirror)
+            self.launch(self.slots[slot], staged[-1], added.bias, out)
             instance.calls += 1
             CALL.posted = False  # the call has been made
         finally:
