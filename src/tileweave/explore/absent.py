@@ -15,22 +15,21 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import lru_cache
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tileweave.device.interpreter import words as interpreted
 from tileweave.device.triton import meet as meeting
 from tileweave.device.triton import self_signaling as marked
+from tileweave.explore.absent_cases import PAUSING, Case, cases
 from tileweave.explore.fuzz import explorer
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, OneShot, triton_config
-from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag, TableGradient
-from tileweave.explore.search import SCENARIOS as EXPLORED
+from tileweave.explore.results import written_outside
+from tileweave.explore.scenarios import Drawn, same
+from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels.all_reduce import collective as exchange
@@ -38,7 +37,6 @@ from tileweave.kernels.all_reduce import one_shot as matmul_all_reduce
 from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding import gradient as embedding_gradient
 from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD
-from tileweave.planning.sharding import EmbeddingConfig
 from tileweave.transport.protocol import (
     EPOCH,
     FAULT,
@@ -57,55 +55,6 @@ CALLS = 4  # absent ranks make the first of these
 # between two ranks: the one that gives up first releases its copies, for which others then no
 # longer wait
 SKEW = 5
-ENGINE = triton_config("copy_engine")
-SCENARIOS = (
-    AllGatherMatmul("gather", ENGINE, ((16, 16, 16),), (1, 2, 3)),
-    AllGatherMatmul("gather, few tiles", ENGINE, ((16, 8, 16),), (1, 2, 3)),
-    AllGatherMatmul("gather, captured", ENGINE, ((16, 16, 16),), (1, 2, 3), captured=True),
-    MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
-    MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
-    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((96, 16, 16),), (1, 2, 3)),
-    EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
-)
-GATHER = AllGatherMatmul(
-    "library gather", triton_config("sm", kernel="library"), ((2, 16, 16),), (1,), gathered=True
-)
-# rank 1 is paused before it looks whether data of copy engines is there
-COPIED_GATHERS = (
-    AllGatherMatmul("copied gather", ENGINE, ((16, 16, 16),), (1,)),
-    AllGatherMatmul("copied gather, captured", ENGINE, ((16, 16, 16),), (1,), captured=True),
-)
-# rank 1 is paused before it sums what others pushed
-SUMS = TableGradient("groups", 1, 2, "sm")
-COPIED_SUMS = TableGradient("groups by copy engines", 1, 2, "copy_engine")
-PAUSING: dict[Any, Callable[[bool, int], bool]] = {
-    **{scenario: lambda exact, limit: exact for scenario in COPIED_GATHERS},
-    **{scenario: lambda exact, limit: limit == PUSHED_US for scenario in (SUMS, COPIED_SUMS)},
-}
-PAUSED = (
-    *COPIED_GATHERS,
-    SUMS,
-    COPIED_SUMS,
-    GATHER,
-    OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
-    MatmulReduce(
-        "library",
-        "matmul_reduce_scatter",
-        triton_config("sm", kernel="library"),
-        ((16, 16, 16),),
-        (1,),
-    ),
-    TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
-)
-# with two slots of eager calls: not after a capture
-READING = (
-    COPIED_GATHERS[0],
-    AllGatherMatmul(
-        "by shards", triton_config("copy_engine", kernel="library"), ((2, 16, 16),), (1,)
-    ),
-    MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((32, 16, 16),), (1,)),
-    MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((32, 16, 16),), (1,)),
-)
 # fault -> cases that find it, the device or host function, where it is replaced (None: wherever it
 # is known), what it does instead
 FORGOTTEN: dict[str, tuple[str, str, Any, Callable[..., Any]]] = {
@@ -125,26 +74,6 @@ FORGOTTEN: dict[str, tuple[str, str, Any, Callable[..., Any]]] = {
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
 
-def _of_one_size(scenario: Any) -> Any:
-    """No call grows the memory of the first one: growth is a step of all ranks."""
-    sizes = (
-        name
-        for name in ("shapes", "tokens", "batches")
-        if isinstance(getattr(scenario, name, None), tuple)
-    )
-    return replace(scenario, **{name: getattr(scenario, name)[-1:] for name in sizes})
-
-
-# over nodes, an exchange of torch waits for absent ranks: tests/cpu/test_nodes.py
-EVERYTHING = tuple(
-    _of_one_size(s)
-    for s in EXPLORED
-    if getattr(s, "sends", True) and not getattr(s, "over_nodes", False)
-)
-# (world size, ranks that make one call only)
-ABSENT = ((2, (0,)), (2, (1,)), (3, (0,)), (3, (2,)), (3, (0, 1)), (3, (1, 2)))
-
-
 class Clock:
     """Replaces ``wait``, ``refuse_later``, and the time and reports of self-signaling data.
     ``ran_out``: (task, index of the signal, time), in order."""
@@ -152,6 +81,8 @@ class Clock:
     def __init__(self, world: World) -> None:
         self.tasks, self.now, self.size = world.tasks, 0, world.size
         self.odd: list[str] = []  # reports that cannot be
+        # of ranks that are absent from the start; the first report of a run is of one of them
+        self.absent: tuple[int, ...] = ()
         # per waiting task: when its time is up, its control block, its entry there
         self.due: dict[Task, tuple[int, int, int]] = {}
         # per task that polls self-signaling data: when its time is up
@@ -162,7 +93,8 @@ class Clock:
         self.ran_out: list[tuple[str, int, int]] = []
         # called before each wait: whether it refuses signals of later calls, and its limit
         self.on_wait: Callable[[bool, int], None] = lambda exact, limit: None
-        self.on_waited = self.on_wait  # and after it
+        self.on_waited = self.on_wait  # and after it, of this signal
+        self.last_signal = 0
         self.stuck, self.tasks._stuck = self.tasks._stuck, self.no_task_can_go_on
 
     def begin(self, task: Task, body: Callable[[], None]) -> None:
@@ -172,6 +104,17 @@ class Clock:
     def no_task_can_go_on(self) -> bool:
         waiting = {task: due for task, (due, _, _) in self.due.items() if task.state == "parked"}
         polling = {task: due for task, due in self.polls.items() if task.state == "parked"}
+        in_vain = [
+            task
+            for task in self.tasks.tasks
+            if task.state == "parked" and task.polled and not task.patient
+            if task not in waiting
+        ]
+        # no time passes for one that gave up in an earlier call, or would find what has come
+        for task in in_vain:
+            task.state, task.patience, task.patient = "ready", 30, True
+        if in_vain:
+            return False
         if not waiting and not polling:
             final = self.stuck()
             for task in self.tasks.tasks:
@@ -228,7 +171,21 @@ class Clock:
         own = peer == me.rank and not ctypes.c_int32.from_address(block + 4 * FAULT).value
         if rest or own or not 0 <= peer < self.size or not right:
             self.odd.append(f"{me.name} reports signal {number}, calls {told} from its own")
+        self._must_be_absent(peer)
         self.expire(block, number)
+
+    def _must_be_absent(self, peer: int) -> None:
+        """All other ranks have done what they can without the absent ones when the first wait times
+        out."""
+        if self.absent and not self.ran_out and peer not in self.absent:
+            self.odd.append(f"{self.tasks.running().name} is the first to report, rank {peer}")
+
+    def _check_signal(self, words: int, index: int) -> None:
+        """:meth:`_must_be_absent` of the rank that writes a signal of the instance."""
+        region = self.tasks.memory.find(words, words + 4)
+        if region is not None and " signals " in region.name:
+            meeting = index - self.size * MAX_SLICES
+            self._must_be_absent(index // MAX_SLICES if meeting < 0 else meeting)
 
     def wait(
         self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US, EXACT=False
@@ -245,11 +202,13 @@ class Clock:
                 interpreted.MEMORY.acquire(words + 4 * index), expected, EXACT
             ):
                 if time == 0 or me in self.late:
+                    self._check_signal(words, index)
                     self.expire(block, index)
                     break
                 self.tasks.park((words + 4 * index, words + 4 * index + 4))
             self.due.pop(me)
             self.late.discard(me)
+        self.last_signal = begin + number - 1
         self.on_waited(bool(interpreted._value(EXACT)), limit)
         return interpreted._scalar(0)
 
@@ -257,55 +216,6 @@ class Clock:
         words, expected, number, block = map(interpreted._value, (signals, epoch, index, control))
         if interpreted.wrapped(interpreted.MEMORY.acquire(words + 4 * number) - expected) > 0:
             self.expire(block, number)
-
-
-class Case(NamedTuple):
-    """What one run does. ``how``: "named" checks which rank reports what; "everywhere", with every
-    operator, checks only that all calls end, that a rank reports why, and that results are NaN; in
-    "moments", with every operator, absent ranks arrive while the others give up; in "paused" rank 1
-    is paused in its first call, after its pushes, until rank 0 has given up the second call and
-    ended the third, which has the slot of the first one: the first result of rank 1 is right, or
-    NaN, or reported. In "reading" rank 1 is paused when the data of copy engines is there, before
-    it reads: in its first call, until rank 0 has given up the second one; or (``absent``) in its
-    second call, which it begins when rank 0 has come to the third, until rank 0 has ended all."""
-
-    how: str
-    scenario: Any
-    programs: int
-    size: int
-    absent: tuple[int, ...]
-    seed: int
-
-    def __str__(self) -> str:
-        name = f"{self.scenario.op}/{self.scenario.name}@{self.size}"
-        if self.how == "paused":
-            return f"{name}, rank 1 paused, seed {self.seed}"
-        missing = f"without {self.absent}, {self.programs} programs, seed {self.seed}"
-        return f"{name} {missing}, {self.how}"
-
-
-def cases(how: str, every: bool = False) -> Iterator[Case]:
-    """The cases of this kind. With every operator they are every second pair of programs and absent
-    ranks, in "moments" the others, or all (``every``): of each scenario each number of programs and
-    each set of absent ranks is among both halves."""
-    if how == "paused":
-        for scenario, seed in product(PAUSED, range(4)):
-            yield Case(how, scenario, 1, 2, (), seed)
-    elif how == "reading":
-        for scenario, absent, seed in product(READING, ((), (1,)), range(4)):
-            yield Case(how, scenario, 1, 2, absent, seed)
-    elif how == "named":
-        for scenario, programs, (size, absent), seed in product(
-            SCENARIOS, (1, 2, 3), ABSENT, range(4)
-        ):
-            yield Case(how, scenario, programs, size, absent, seed)
-    else:
-        for scenario in EVERYTHING:
-            several = len(scenario.programs) > 1
-            pairs = product(scenario.programs, ABSENT[1::2])
-            for number, (programs, (size, absent)) in enumerate(pairs):
-                if every or not several or number % 2 == (how == "moments"):
-                    yield Case(how, scenario, programs, size, absent, 0)
 
 
 class Absence:
@@ -327,7 +237,7 @@ class Absence:
         world = _world(case.size, case.programs, case.seed, self.enter, self.clocks)
         try:
             if case.how == "paused":
-                wrong = self._paused(case.scenario, world)
+                wrong = self._paused(case, world)
             elif case.how == "reading":
                 wrong = self._reading(case, world)
             else:
@@ -354,9 +264,21 @@ class Absence:
 
         return both
 
-    def _paused(self, scenario: Any, world: World) -> list[str]:
+    def _paused(self, case: Case, world: World) -> list[str]:
+        scenario, halfway = case.scenario, bool(case.absent)
         held, results = list[Task](), list[str]()
         self.held = held
+        made, ahead = [0], list[Task]()  # calls that rank 0 has made; it, when it waits for rank 1
+
+        def has_waited(exact: bool, limit: int) -> None:
+            me = world.tasks.running()
+            pushed = self.clocks[-1].last_signal == world.size * (MAX_SLICES + 1)
+            if halfway and held and me.rank == 0 and made[0] == 1 and pushed:
+                world.tasks.unblock(held[0])
+                ahead.append(me)
+                world.tasks.block()
+
+        self.clocks[-1].on_waited = has_waited
         pausing = PAUSING.get(scenario)
         if pausing is not None:
             self.clocks[-1].on_wait = lambda *wait: self._pause_rank_1() if pausing(*wait) else None
@@ -364,11 +286,14 @@ class Absence:
         def body(rank: int) -> None:
             drawn = Drawn(1, None, 1, 3, 0)
             _begin(world, scenario, rank, drawn)
-            for number in range(3 if rank == 0 else 1):
+            for number in range((2 if halfway else 3) if rank == 0 else 1):
                 wrong = list(_wrong_in_call(world, scenario, rank, number, drawn))
                 results.extend(wrong if rank == 1 else [])
-            if rank == 0 and held:
+                made[0] += int(rank == 0)
+            if rank == 0 and held and not halfway:
                 world.tasks.unblock(held[0])
+            if rank == 1 and ahead:
+                world.tasks.unblock(ahead[0])
 
         try:
             world.run(body)
@@ -490,28 +415,53 @@ def _run(world: World, case: Case, clock: Clock) -> list[str]:
     everywhere = case.how == "everywhere"
     drawn = Drawn(programs, None, 1, 3, 0)
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
+    passes: list[str] = []
+    # of a combine, a rank that waits for an absent one's weights sends nothing, and may be named
+    if everywhere and scenario.op != "grouped_matmul_combine":
+        clock.absent = absent
 
     def body(rank: int) -> None:
         _begin(world, scenario, rank, drawn)
         for number in range(1 if rank in absent else CALLS):
-            results[rank].append([got for _, got, _ in scenario.call(world, rank, number, drawn)])
+            results[rank].append([])
+            for name, got, want in scenario.call(world, rank, number, drawn):
+                if not torch.equal(got, want):  # else no data of an absent rank was missing
+                    results[rank][-1].append(got)
+                passes.extend(_wrong_parts(scenario, rank, number, name, got, want))
 
     try:
         world.run(body)
     except Violation as error:  # a task waits forever
         return [str(error)]
+    times: dict[str, int] = {}  # of the first report of each rank that is not late
+    for name, _, now in clock.ran_out:
+        times.setdefault(name.split(" program")[0], now)
+    copied = world.size * (MAX_SLICES + 1)  # own copies, which end whether peers come or not
+    if scenario.op == "matmul_all_to_all" and any(word == copied for _, word, _ in clock.ran_out):
+        passes.append("a wait for own copies times out")
     wrong, first = _wrong_of_late_ones(world, scenario, drawn, absent) if everywhere else [], {}
     for name, word, _ in clock.ran_out:
         first.setdefault(name.split(" program")[0], word)  # a rank reports its first
     if not first:
         wrong.append("no rank reports")
+    if everywhere and scenario.op in (
+        EmbeddingBag.op,
+        BACKWARD,
+    ):  # all ranks meet, whatever they send
+        wrong += [
+            f"{name} reports after {now}"
+            for name, now in times.items()
+            if now > PATIENCE + 4 * SKEW
+        ]
     for rank in sorted(set(range(world.size)) - set(absent)):
         for number, found in enumerate(results[rank][1:]):
             sums = [got for got in found if got.is_floating_point() and got.numel()]
             if sums and not any(got.isnan().any() for got in sums):
                 wrong.append(f"rank {rank}'s result {number + 1} passes for right")
-    return wrong + (
-        [] if everywhere else _wrong_in_detail(world, scenario, absent, clock, first, results)
+    return (
+        wrong
+        + passes
+        + ([] if everywhere else _wrong_in_detail(world, scenario, absent, clock, first, results))
     )
 
 
@@ -540,6 +490,20 @@ def scenario_keeps(scenario: Any) -> tuple[str, ...]:
     return ("table",) if getattr(scenario, "carrier", "sm") == "copy_engine" else ()
 
 
+def _wrong_parts(
+    scenario: Any, rank: int, number: int, name: str, got: torch.Tensor, want: torch.Tensor
+) -> list[str]:
+    """Each element of a result is right or NaN, and nothing is stored after it. Rows of a slot are
+    only reported."""
+    wrong = []
+    if got.is_floating_point() and not name.startswith(KEPT + scenario_keeps(scenario)):
+        if not (same(got, want) | got.isnan()).all():
+            wrong.append(f"rank {rank} in call {number}: a part of {name} passes for right")
+        if written_outside(got):
+            wrong.append(f"rank {rank} in call {number}: stores next to {name}")
+    return wrong
+
+
 def _wrong_in_call(
     world: World, scenario: Any, rank: int, number: int, drawn: Drawn
 ) -> Iterator[str]:
@@ -554,6 +518,8 @@ def _wrong_in_call(
             )
         if not said and not torch.equal(got, want):
             yield f"rank {rank} in call {number}: {name} passes for right"
+        if scenario.op != EmbeddingBag.op:  # ranks that come late store to regions after the NaN
+            yield from _wrong_parts(scenario, rank, number, name, got, want)
 
 
 def _run_to_a_moment(world: World, case: Case, clock: Clock) -> list[str]:

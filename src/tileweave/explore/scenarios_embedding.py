@@ -93,10 +93,12 @@ class EmbeddingBag:
 
 
 @lru_cache(maxsize=4096)
-def draw_bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
+def draw_bags(
+    batch: int, tables: int, size: int, rank: int, seed: int, dim: int = DIM
+) -> tuple[Any, ...]:
     """This rank's tables, indices and offsets of the global batch, and its rows of the result."""
     all_tables = [
-        [whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)]
+        [whole_numbers((ROWS, dim), "table", r, t, seed) for t in range(tables)]
         for r in range(size)
     ]
     indices = [
@@ -136,6 +138,7 @@ class TableGradient:
     alone : the push is a launch of its own, as when gradients of per-sample weights need the old
         tables.
     first_only : only rank 0 has samples.
+    dim : columns of a table.
     """
 
     name: str
@@ -144,6 +147,7 @@ class TableGradient:
     carrier: str
     alone: bool = False
     first_only: bool = False
+    dim: int = DIM
     op: str = "embedding_bag_all_to_all_backward"
     programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, and two or three sum
     resident: int = 1
@@ -161,8 +165,9 @@ class TableGradient:
         batch = self.samples * (1 if self.first_only else world.size)
         seed = (number + drawn.order) % POOL
         rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
-        tables, indices, offsets, _ = draw_bags(batch, self.tables, world.size, rank, seed)
-        layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
+        drawn_bags = draw_bags(batch, self.tables, world.size, rank, seed, self.dim)
+        tables, indices, offsets, _ = drawn_bags
+        layout = EmbeddingLayout.in_rank_order([[self.dim] * self.tables] * world.size)
         grads = [
             whole_numbers((end - begin, layout.width), "gradient", r, seed)
             for r, (begin, end) in enumerate(rows)
@@ -206,7 +211,7 @@ class TableGradient:
         whole, chosen = torch.cat(grads), indices.view(self.tables, batch, BAG)
         for t, (table, old) in enumerate(zip(tables, before, strict=True)):
             column = layout.columns[rank][t]
-            mine = whole[:, column : column + DIM].repeat_interleave(BAG, 0)
+            mine = whole[:, column : column + self.dim].repeat_interleave(BAG, 0)
             yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
@@ -226,7 +231,7 @@ EMBEDDING = (
     TableGradient("nine tables by copy engines", 1, 9, "copy_engine"),
     TableGradient("alone", 1, 2, "sm", alone=True),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
-    TableGradient("of one rank", 1, 2, "sm", first_only=True),
+    TableGradient("of one rank", 1, 2, "sm", first_only=True, dim=DIM + 1),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("ragged", (5,), 2, EmbeddingConfig(4, 1, 1, 1, 1, run=1), ragged=True),
     EmbeddingBag("few samples", (1, 0), 1, _CUT),

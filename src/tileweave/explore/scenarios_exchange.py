@@ -88,7 +88,7 @@ class Exchanged:
         if self.op == OUT:
             run_out(x, w, bias, out, exchange, world.ranks[rank].group, plan)
         else:
-            got = torch.full_like(exchanged, float("nan")) if self.kept else None
+            got = unwritten(exchanged) if self.kept else None
             run_in(x, w, bias, out, got, world.ranks[rank].group, plan, how=exchange)
             if got is not None:
                 yield "exchanged", got, exchanged

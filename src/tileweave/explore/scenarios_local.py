@@ -69,7 +69,9 @@ def bags_of(
     if seed % 7 == 4:  # which bags end outside is for the kernel to find out
         offsets[0], offsets[-1] = -2, count + 3
     weights = whole_numbers((count,), "weights", seed).clone()
-    rows = max(table.shape[0] for table in tables)
+    bags = torch.searchsorted(offsets, torch.arange(count), right=True) - 1
+    of_table = bags.clamp(0, len(lengths) - 1) // batch
+    rows = torch.tensor([table.shape[0] for table in tables])[of_table]
     weights[(indices < 0) | (indices >= rows)] = float("inf")  # of nothing
     return indices, offsets, weights if weighted else None
 
@@ -155,7 +157,7 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     offsets = torch.tensor([0, *edges, half, *more, len(indices)])
     chosen = torch.tensor(indices)
     if seed % 2:
-        chosen[draw.randrange(len(indices))] = STRAY
+        chosen[draw.randrange(half if seed == 3 else len(indices))] = STRAY
         chosen[0] = STRAY  # in the first table: bags of such positions say nothing of a tile's last
     weights = whole_numbers(chosen.shape, "weights", seed).clone() if seed % 3 == 1 else None
     lookups = Lookups(chosen, offsets, weights, batch, False)
@@ -289,13 +291,15 @@ def expert_rows(world: World, rank: int, seed: int) -> Found:
     rank %= size  # it computes alone, in worlds of other sizes, too
     width = (8, 24, 5)[seed % 3]
     ids = _ids(most, topk, experts, size, seed)
-    if seed == 3:  # as many rows as there can be
+    if seed in (3, 4):  # as many rows as there can be
         ids = rank * experts + ids % experts
+    if seed == 5:  # rank 0 has no tokens
+        ids[0] = -1
     plan = reference_plan(ids, rank, experts * size)
     rows, entries = int(plan.offsets[-1]), plan.row_entry
     tokens = [whole_numbers((most, width), "x", r, seed) for r in range(size)]
     kept = torch.stack([tokens[(rank - 1 - i) % size] for i in range(size - 1)])
-    x = tokens[rank].clone()
+    x = tokens[rank][: 0 if seed == 5 and rank == 0 else most].clone()
     got = kernels.gather_rows(x, kept, plan.fields, experts, most, topk, rank, size)
     want = torch.cat(tokens)[entries[:rows].long() // topk]
     yield "rows", got[:rows], want

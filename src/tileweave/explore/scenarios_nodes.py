@@ -97,7 +97,7 @@ class OverNodes(Spanning):
         want = want if bias is None else want + bias
         x, w, out = placed(x, at), laid(w, at // 2), unwritten(want, at)
         if self.op == AG:
-            gathered = torch.full_like(whole, float("nan")) if self.gathered else None
+            gathered = unwritten(whole) if self.gathered else None
             all_gather_matmul_fused.run_fused(x, w, bias, out, gathered, group, plan)
             if gathered is not None:
                 yield "gathered", gathered, whole

@@ -19,6 +19,7 @@ from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.scenarios_local import SCENARIOS as LOCAL
+from tileweave.explore.scenarios_maps import SCENARIOS as MAPS
 from tileweave.explore.scenarios_nodes import SCENARIOS as NODES
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
 from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
@@ -49,6 +50,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *EXCHANGES,
     *NODES,
     *LOCAL,
+    *MAPS,
     *WORKSPACES,
 )
 Enter = Callable[[World | None], None]

@@ -155,14 +155,12 @@ def take_marked(
             total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
         if missing > 0:
             late = tl.cast(first_peer, tl.int32)  # if all have come by now
-            if late >= skip:
-                late += 1
             for i in tl.static_range(COUNT):
                 value = tl.load(pointers + i * stride, mask=mask, volatile=True)
                 if tl.max(tl.max(_missing(value, mask), axis=1), axis=0) > 0:
                     late = tl.cast(first_peer, tl.int32) + i
-                    if late >= skip:
-                        late += 1
+            if late >= skip:
+                late += 1
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
             total += float("nan")
     for i in tl.static_range(COUNT):

@@ -277,6 +277,8 @@ def watch(peers, rank, candidates, SUMS: tl.constexpr, C: tl.constexpr):
     if C.COPIES:
         come(peers, rank, or_gone(peers, epoch), WORLD_SIZE)
         await_all(peers, rank, epoch, -1, WORLD_SIZE)
+        if faulted(peers) != 0:  # before copies go: a peer may still read what they overwrite
+            come(peers, rank, or_gone(peers, epoch), WORLD_SIZE)
         count_in(peers.counters + GATE)
     for group in range(0, GROUPS):
         for source in tl.static_range(WORLD_SIZE):
@@ -289,8 +291,6 @@ def watch(peers, rank, candidates, SUMS: tl.constexpr, C: tl.constexpr):
     if C.COPIES:
         await_pushed(peers, epoch, WORLD_SIZE)
         tl.store(peers.counters + GATE, 0)
-        if faulted(peers) != 0:
-            come(peers, rank, or_gone(peers, epoch), WORLD_SIZE)
     leave(peers, epoch, candidates + 1)
 
 

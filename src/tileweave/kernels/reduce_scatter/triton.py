@@ -332,11 +332,10 @@ def announce_own(peers, counter, num_tiles, rank, slot, chunk, epoch, WORLD_SIZE
 @triton.jit
 def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
     """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
-    then reset the counters to zero."""
+    then reset the counters to zero: all that there is room for."""
     await_pushed(peers, epoch, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
-    inside = words < (WORLD_SIZE - 1) * MAX_SLICES
-    tl.store(counters + words, tl.zeros_like(words), mask=inside)
+    tl.store(counters + words, tl.zeros_like(words))
 
 
 UNSPECIALIZED = [
