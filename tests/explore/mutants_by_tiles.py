@@ -118,6 +118,13 @@ MUTANTS: tuple[Mutant, ...] = (
         TILES,
     ),
     Mutant(
+        "the end resets counters of own rows, too",
+        REDUCE,
+        "words < (WORLD_SIZE - 1) * MAX_SLICES",
+        "words < WORLD_SIZE * MAX_SLICES",
+        TILES,
+    ),
+    Mutant(
         "partial sums come from the result",
         REDUCED,
         "source = staging and staging + offset",

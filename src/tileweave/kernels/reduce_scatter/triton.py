@@ -346,10 +346,11 @@ def end_of_gather(peers, out, tiles, slot, sizes, epoch, C: tl.constexpr):
 @triton.jit
 def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
     """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
-    then reset the counters to zero: all that there is room for."""
+    then reset the counters to zero. Those of own rows, which follow, may still count."""
     await_pushed(peers, epoch, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
-    tl.store(counters + words, tl.zeros_like(words))
+    inside = words < (WORLD_SIZE - 1) * MAX_SLICES
+    tl.store(counters + words, tl.zeros_like(words), mask=inside)
 
 
 UNSPECIALIZED = [
