@@ -92,7 +92,7 @@ def test_the_sum_of_shards_fits() -> None:
         endpoint(WORLD_SIZE * 16 * 512, out.dtype), WORLD_SIZE, RANK, 16, 512, 132
     )
     slot = torch.empty(WORLD_SIZE, 16, 512, dtype=out.dtype)
-    compiled = compile_one(lambda: launch(slot, out, out[0], out, out, out), TARGET)
+    compiled = compile_one(lambda: launch(slot, out, out[0], out), TARGET)
     assert compiled.spills is not None and compiled.spills <= STACK
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx or "")) >= WORLD_SIZE
     assert [str(violation) for violation in lint(compiled)] == []
@@ -165,8 +165,10 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
     gathered = WORLD_SIZE * rows if by_tiles else 0
     if config.kernel == "hopper":
-        given = True, by_tiles, scaling, gathered
-        launch = scatter_hopper.launcher(peers, schedule, config, kind, DEPTH, w.stride(), *given)
+        how_made = True, by_tiles, scaling, gathered
+        launch = scatter_hopper.launcher(
+            peers, schedule, config, kind, DEPTH, w.stride(), *how_made
+        )
     else:
         launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
     given = None if config.transport == "sm" else staging
@@ -182,4 +184,4 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     if config.transport == "sm":
         check_marked(compiled, 1)
     else:
-        check_counted(compiled)
+        check_counted(compiled, by_tiles)

@@ -6,9 +6,9 @@ from tests.explore.mutants import AR, REDUCE, REDUCED, Mutant
 
 CALL = "ops/matmul/all_reduce_by_tiles.py"
 TILES = AR + "by tiles"
-_COUNT = "    if count_last(counter, num_tiles):\n"
-_PLACE = "counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk"
-_HEIGHT = "tl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols"
+_COUNT = "    if count_last(counter, height * tiles.tile_cols):\n"
+_PLACE = "peers.counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk"
+_HEIGHT = "tl.minimum(tiles.tile_rows - chunk * tiles.chunk_rows, tiles.chunk_rows)"
 _PEERS = "range(1, WORLD_SIZE):\n                peer"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "every own tile announces its chunk",
         REDUCE,
         _COUNT,
-        _COUNT.replace("num_tiles", "1"),
+        _COUNT.replace("height * tiles.tile_cols", "1"),
         TILES,
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the last chunk has as many tile rows as the others",
         REDUCE,
         _HEIGHT,
-        "chunk_rows * tile_cols",
+        "tiles.chunk_rows",
         TILES,
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "own rows are announced as partial sums",
         REDUCE,
-        "                        REDUCED + chunk,\n",
-        "                        chunk,\n",
+        "slot, REDUCED + chunk, epoch",
+        "slot, chunk, epoch",
         TILES,
     ),
     Mutant(
@@ -115,6 +115,13 @@ MUTANTS: tuple[Mutant, ...] = (
         CALL,
         "return Copies([*copies, instance",
         "return Copies([*copies[:-2], instance",
+        TILES,
+    ),
+    Mutant(
+        "the end resets counters of own rows, too",
+        REDUCE,
+        "words < (WORLD_SIZE - 1) * MAX_SLICES",
+        "words < WORLD_SIZE * MAX_SLICES",
         TILES,
     ),
     Mutant(

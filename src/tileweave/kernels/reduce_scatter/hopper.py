@@ -560,16 +560,14 @@ def launcher(
     scaling: Scaling | None = None,
     gathered: int = 0,
 ) -> Launcher:
-    """Launches for one shape, called as those of ``triton.launcher``, for what
-    ``descriptors.fits``. ``whole``: whether TMA can store ``out``. ``scaling``: of FP8
-    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
-    own ones; else 0. ``residual_added``: whether it has a residual. Only with ``whole``."""
+    """Launches for one shape, called as those of ``triton.launcher``, of what ``descriptors.fits``.
+    ``whole``: whether TMA can store ``out``; needed for ``gathered``, which is as there, as is
+    ``scaling``. ``residual_added``: whether an all-reduce by tiles has a residual."""
     s, c = schedule, config
     push = c.transport == "sm"
     whole = whole or push  # a push has no use for it
-    choices = choices_of(s, c, strides_w)._replace(
-        WHOLE=whole, ITEMSIZE=dtype.itemsize, GATHER=gathered > 0
-    )
+    more = {"WHOLE": whole, "ITEMSIZE": dtype.itemsize, "GATHER": gathered > 0}
+    choices = choices_of(s, c, strides_w)._replace(**more)
     made = dtype  # of the result, and of partial sums as they are sent
     if scaling is not None:
         choices, made = choices._replace(**scaling.choices(c)), scaling.out_dtype

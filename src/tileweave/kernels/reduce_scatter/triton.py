@@ -320,22 +320,37 @@ def add_copied(acc, slot, row, col, slot_rows, rank, sizes, WORLD_SIZE: tl.const
 
 
 @triton.jit
-def announce_own(peers, counter, num_tiles, rank, slot, chunk, epoch, WORLD_SIZE: tl.constexpr):
-    """Count a tile of own rows; the last one of its chunk tells all peers, if nothing timed out."""
-    if count_last(counter, num_tiles):
+def announce_own(peers, num_programs, tiles, first_row, slot, epoch, C: tl.constexpr):
+    """Count an own tile. The last one of its chunk tells all peers, if nothing timed out."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    chunk = (first_row - tiles.rank * tiles.rows) // C.TILE_M // tiles.chunk_rows
+    height = tl.minimum(tiles.tile_rows - chunk * tiles.chunk_rows, tiles.chunk_rows)
+    counter = peers.counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk
+    if count_last(counter, height * tiles.tile_cols):
         if faulted(peers) == 0:
             for step in range(1, WORLD_SIZE):
-                peer = (rank + step) % WORLD_SIZE
-                announce_chunk(peers, peer, rank, slot, chunk, epoch, WORLD_SIZE)
+                peer = (tiles.rank + step) % WORLD_SIZE
+                announce_chunk(peers, peer, tiles.rank, slot, REDUCED + chunk, epoch, WORLD_SIZE)
+
+
+@triton.jit
+def end_of_gather(peers, out, tiles, slot, sizes, epoch, C: tl.constexpr):
+    """All rows of the result are there, or NaN."""
+    whole = out - tl.cast(tiles.rank, tl.int64) * tiles.rows * sizes.cols
+    size, chunks = sizes.height * sizes.cols, tl.cdiv(tiles.tile_rows, tiles.chunk_rows)
+    end_of_pulls(
+        peers, whole, size, slot, chunks, tiles.rank, epoch, C.WORLD_SIZE, C.BLOCK, REDUCED
+    )
 
 
 @triton.jit
 def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
     """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
-    then reset the counters to zero: all that there is room for."""
+    then reset the counters to zero. Those of own rows, which follow, may still count."""
     await_pushed(peers, epoch, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
-    tl.store(counters + words, tl.zeros_like(words))
+    inside = words < (WORLD_SIZE - 1) * MAX_SLICES
+    tl.store(counters + words, tl.zeros_like(words), mask=inside)
 
 
 UNSPECIALIZED = [
@@ -500,26 +515,11 @@ def matmul_reduce_scatter_kernel(
                     store_rows(acc.to(dtype), tensors.mirror, within, col, cols, own)
             if C.GATHER:
                 if home == rank:  # though the last rank's last tiles may have no rows
-                    chunk = (first_row - rank * rows) // TILE_M // chunk_rows
-                    announce_own(
-                        peers,
-                        counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk,
-                        tl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols,
-                        rank,
-                        slot,
-                        REDUCED + chunk,
-                        epoch,
-                        WORLD_SIZE,
-                    )
+                    announce_own(peers, num_programs, tiles, first_row, slot, epoch, C)
     if not C.PUSH:
         if program == num_programs - 1:
             if C.GATHER:
-                whole = out - tl.cast(rank, tl.int64) * rows * cols
-                chunks = tl.cdiv(tile_rows, chunk_rows)
-                size = sizes.height * cols
-                end_of_pulls(
-                    peers, whole, size, slot, chunks, rank, epoch, WORLD_SIZE, C.BLOCK, REDUCED
-                )
+                end_of_gather(peers, out, tiles, slot, sizes, epoch, C)
             end_of_copies(peers, counters + num_programs, epoch, WORLD_SIZE)
     leave(peers, epoch, num_programs)
 

@@ -145,7 +145,7 @@ def _make(
         norm = norm_launcher(x.shape[0], s.cols)
         call = _Call(scatter, begin, rows, mirrors, norm)
         instance.keep(key, call)
-    assert isinstance(call, _Call)
+    assert isinstance(call, _Call), "other keys of this instance have no name in front"
     own = sums.narrow(0, call.begin, call.rows)
     if residual is not None:
         residual = residual.narrow(0, call.begin, call.rows)
