@@ -135,7 +135,8 @@ def test_combine_hopper_fits_and_keeps_the_protocol() -> None:
     compiled = compile_combine("sm_90", True)
     ptx = compiled.ptx or ""
     assert compiled.registers == 168 and compiled.fits_shared
-    assert compiled.spills is not None and compiled.spills <= 400, "as of 16-bit operands"
+    # bytes: 112 by Triton 3.6, 136 by 3.9
+    assert compiled.spills is not None and compiled.spills <= 136
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 2
     seen = operations(compiled, guarded=("slots",))
     assert seen.signals and seen.waits and lint(compiled, guarded=("slots",)) == []

@@ -19,7 +19,7 @@ from tileweave.explore.scenarios_experts import Combine
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.planning.combine import CombineConfig
 
-# num_reduce 0: the translated kernel; num_finish: with how many tiles left *reduce* draws no more.
+# num_reduce 0: the translated kernel; num_finish 0: *reduce* draws no tickets.
 # Four chunks of one tile column: three are early, two are finished among the tickets of the last
 # one.
 _CUT = CombineConfig(
@@ -35,7 +35,7 @@ _CUT = CombineConfig(
     block_tokens=1,
     block_cols=256,
     num_reduce=0,
-    num_finish=0,
+    num_finish=1,
 )
 SCENARIOS = (
     Combine("partitions", _CUT, (2, 3), 2, programs=(1, 2, 3), resident=MAX_PROGRAMS),
@@ -49,8 +49,8 @@ SCENARIOS = (
         resident=MAX_PROGRAMS,
     ),
     Combine(
-        "partitions, reduce stops",
-        replace(_CUT, num_finish=99),
+        "partitions, reduce draws none",
+        replace(_CUT, num_finish=0),
         (2, 3),
         2,
         programs=(1, 2, 3),

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tileweave.planning.combine import MAX_GROUPS
+from tileweave.planning.combine import MAX_GROUPS, plan_combine
 from tileweave.planning.machine import CPU, H200
 from tileweave.planning.schedules.grouped import (
     GroupedProblem,
@@ -188,3 +188,25 @@ def test_dispatch_paths() -> None:
         GroupedProblem(4, 4096, 8, 32, 3072, 4096, 4, "float32"),
     ):
         assert plan_dispatch(odd, H200, False).path == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "experts", "tokens", "kernels"),
+    [
+        (4096, 1536, 64, 1, ("triton", "triton")),
+        (4096, 1536, 64, 8, ("triton", "triton")),
+        (4096, 1536, 64, 32, ("hopper", "triton")),
+        (7168, 2048, 128, 1, ("triton", "triton")),
+        (7168, 2048, 128, 8, ("hopper", "hopper")),
+        (7168, 2048, 128, 32, ("hopper", "hopper")),
+    ],
+)
+def test_fp8_layers_decode_by_what_was_faster(
+    hidden: int, width: int, experts: int, tokens: int, kernels: tuple[str, str]
+) -> None:
+    """The faster of two measured ways (Qwen3-235B, DeepSeek-V3); 8 tokens of the former are
+    level."""
+    up = GroupedProblem(2, tokens, 8, experts, 2 * width, hidden, 1, "float8_e4m3fn")
+    down = replace(up, cols=hidden, depth=width)
+    found = (plan_dispatch(up, H200, False).config, plan_combine(down, H200, False).config)
+    assert tuple(config.kernel for config in found if config) == kernels

@@ -155,8 +155,7 @@ class Choices(NamedTuple):
     ``COLS`` and ``WARPS`` are those of the partition that serves tickets. With ``PARTITIONS`` = 2,
     *reduce* and *multiply* are two programs.
 
-    ``TOGETHER``, ``AHEAD``, ``LEFT`` : see ``serve_tickets``; the last one of *reduce*. No tile is
-    counted as drawn here.
+    ``AHEAD`` : of *multiply*, see ``serve_tickets``. ``EARLY`` : *reduce* draws tickets.
     """
 
     WORLD_SIZE: int
@@ -175,9 +174,8 @@ class Choices(NamedTuple):
     WARPS: int
     PARTITIONS: int
     SHARERS: int = 1
-    TOGETHER: int = 2
     AHEAD: int = 4
-    LEFT: int = 0
+    EARLY: bool = True
 
 
 @triton.jit
@@ -232,10 +230,8 @@ def translated_kernel(
             weights = tensors.weights
             push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
         list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
-        if PARTITIONS == 2:
-            serve_tickets(
-                tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=1, LEFT=C.LEFT
-            )
+        if PARTITIONS == 2 and C.EARLY:
+            serve_tickets(tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=1)
     if partition == PARTITIONS - 1:
         multiply_role(operands, sizes, cut, counts, program, programs, C)
         serve_tickets(
@@ -248,7 +244,6 @@ def translated_kernel(
             COLS,
             WARPS,
             KINDS=2,
-            TOGETHER=C.TOGETHER,
             AHEAD=C.AHEAD,
         )
     if (partition == 0) & (program == programs - 1):
@@ -274,7 +269,7 @@ def launch(
     num_sms: int,
 ) -> None:
     """As ``combine_triton.launch``, with one program per rank. With ``num_reduce`` = 0, two per
-    multiprocessor; ``num_finish`` is LEFT then."""
+    multiprocessor; with ``num_finish`` = 0, *reduce* draws no tickets then."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
     entries = s.world_size * s.max_tokens
     # NaN as a weight
@@ -304,7 +299,7 @@ def launch(
             *choices,
             WARPS=c.num_warps,
             PARTITIONS=partitions,
-            LEFT=c.num_finish if partitions == 2 else 0,
+            EARLY=c.num_finish > 0,
             **_SUMS,
         ),
     )
@@ -318,7 +313,7 @@ def parity(
     sums: dict[str, int] | None = None,
 ) -> None:
     """``combine.parity`` of the translated kernel. ``num_warps`` is that of the partition that
-    serves tickets. ``sums``: TOGETHER and AHEAD."""
+    serves tickets. ``sums``: AHEAD."""
     theirs, plain.launch = plain.launch, launch
     _SUMS.update(sums or {})
     try:

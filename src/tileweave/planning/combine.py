@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tileweave.planning.machine import Machine
 from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.planning.schedules.grouped import GroupedProblem, over_nodes
+from tileweave.planning.schedules.grouped import SMALL_FP8, GroupedProblem, over_nodes
 
 # Rows of one token on one rank that the Hopper kernel can count: LENGTH in
 # ``kernels/experts/combine_hopper_tasks.py``.
@@ -140,10 +140,11 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
     """Chosen by the average rows per expert. Few rows are bound by reading weights, many by the
     tensor cores (decisions 0029, 0030)."""
     rows = s.rows_per_expert
-    if s.fp8 and rows <= 4:  # as many bytes in flight as with 16 bits
+    few = s.fp8 and s.weight_bytes <= SMALL_FP8
+    if few and rows <= 4:  # as many bytes in flight as with 16 bits
         workers = 32 if rows <= 2 else 64
         return CombineConfig("triton", 16, 128, 128, 7, 4, 8, 4, 1, 1, 1024, workers, workers, 2)
-    if s.fp8 and rows <= 16:
+    if few and rows <= 16:
         return CombineConfig("triton", 32, 128, 128, 5, 4, 8, 4, 1, 1, 1024, 64, 64, 2)
     if s.fp8:
         return CombineConfig("hopper", 128, 256, 128, 4, 4, 8, 4, 7, 16, 256)

@@ -113,16 +113,11 @@ class Choices(NamedTuple):
 
     SHARERS : partitions that multiply, each of which counts in its part of a tile.
 
-    TOGETHER : tokens that a thread of *reduce* sums at once.
-
     MULTIPLY_REGISTERS : of each of several partitions that multiply.
 
     EARLY : *reduce* draws tickets.
 
-    LEFT : of *reduce*: see ``serve_tickets``.
-
-    LATE_TOGETHER, LATE_AHEAD : tokens that a thread of *multiply* sums at once, and rows of each
-        that it loads at once.
+    LATE_AHEAD : rows of a token that *multiply* loads at once.
     """
 
     WORLD_SIZE: int
@@ -142,11 +137,8 @@ class Choices(NamedTuple):
     REDUCE: int
     REDUCE_REGISTERS: int
     SHARERS: int = 1
-    TOGETHER: int = HELD.value
     MULTIPLY_REGISTERS: int = 0
     EARLY: bool = True
-    LEFT: int = 0
-    LATE_TOGETHER: int = HELD.value
     LATE_AHEAD: int = AHEAD.value
 
 
@@ -303,19 +295,7 @@ def reduce_partition(tensors, peers, rank, sizes, cut, num_partitions, C: gl.con
         push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
     list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
     if C.EARLY:
-        serve_tickets(
-            tensors,
-            peers,
-            cut,
-            current,
-            programs,
-            C,
-            COLS=COLS,
-            WARPS=WARPS,
-            KINDS=1,
-            TOGETHER=C.TOGETHER,
-            LEFT=C.LEFT,
-        )
+        serve_tickets(tensors, peers, cut, current, programs, C, COLS=COLS, WARPS=WARPS, KINDS=1)
     if program == programs - 1:  # also if this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
             index = (rank + i) % WORLD_SIZE * MAX_SLICES + cut.chunks * cut.groups
@@ -402,10 +382,10 @@ WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "tokens")
 MAPS = ("y_desc", "experts_desc", "products_desc")
 
 
-def late_cols(config: CombineConfig, together: int = HELD.value) -> int:
+def late_cols(config: CombineConfig) -> int:
     """Columns that the multiplying warps sum at once: as many as let them take all tokens of a
-    block together, so that its lists are read once. ``together``: tokens of a thread."""
-    threads = together * config.num_warps
+    block together, so that its lists are read once."""
+    threads = HELD.value * config.num_warps
     return triton.next_power_of_2(max(256, 256 * threads // config.block_tokens))
 
 

@@ -9,8 +9,9 @@ Read ``combine_hopper.py`` first: *load*, *reduce*, tickets and the proof hold h
   (``device/gluon/scaled_matmul.py``). Both take every number that is dealt, read every buffer, and
   count in their part of each tile, so that a chunk has twice as many counts. When tiles are out,
   each draws tickets by itself.
-- *reduce* has the registers that two warpgroups of 224 leave, so its threads sum one token at a
-  time (decision 0044).
+- *reduce* has the registers that two warpgroups of 224 leave, too few to sum tokens. It pushes
+  weights and lists rows; *multiply* draws all tickets, and loads 8 rows of a token at once
+  (decision 0044).
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from tileweave.kernels.experts.combine_hopper import (
     choices_of,
     count_stored,
     fixed_arguments,
-    late_cols,
     load_partition,
     new_lists,
     reduce_partition,
@@ -62,21 +62,6 @@ from tileweave.planning.combine import CombineConfig
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
-
-
-class Shares(NamedTuple):
-    """How a program's registers and the sums of tokens are divided; of :class:`Choices`."""
-
-    MULTIPLY_REGISTERS: int = 224
-    REDUCE_REGISTERS: int = 56
-    TOGETHER: int = 1
-    EARLY: bool = True
-    LEFT: int = 0
-    LATE_TOGETHER: int = 2
-    LATE_AHEAD: int = 4
-
-
-SHARES = Shares()
 
 
 class Scales(NamedTuple):
@@ -173,7 +158,6 @@ def multiply_scaled_partition(
         COLS=LATE_COLS,
         WARPS=4,
         KINDS=2,
-        TOGETHER=C.LATE_TOGETHER,
         AHEAD=C.LATE_AHEAD,
     )
     leave(peers, epoch, num_partitions)
@@ -268,8 +252,10 @@ def launcher(
     )
     choices = choices_of(s, c)._replace(
         SHARERS=SHARERS.value,
-        LATE_COLS=late_cols(c, SHARES.LATE_TOGETHER),
-        **SHARES._asdict(),
+        MULTIPLY_REGISTERS=224,
+        REDUCE_REGISTERS=56,
+        EARLY=False,
+        LATE_AHEAD=8,
     )
     row, block = y_scale.stride()
 

@@ -41,7 +41,6 @@ from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
     COUNTER_WORDS,
-    DRAWN,
     LISTED,
     SENT,
     TICKETS,
@@ -412,14 +411,11 @@ def serve_tickets(
     COLS: gl.constexpr,
     WARPS: gl.constexpr,
     KINDS: gl.constexpr,
-    TOGETHER: gl.constexpr = HELD,
     AHEAD: gl.constexpr = AHEAD,
-    LEFT: gl.constexpr = 0,
 ):
     """Reduce and finish blocks until there are none. ``KINDS``: 1 to draw early tickets, 2 to
-    draw the late ones after them. ``COLS``: columns that are summed at once; ``TOGETHER``: tokens
-    of a thread; ``AHEAD``: rows of each that are loaded at once. ``LEFT``: draw only while more
-    than this many tiles a program are left, and one ticket at a time; 0: all there are.
+    draw the late ones after them. ``COLS``: columns that are summed at once; ``AHEAD``: rows of
+    each token that are loaded at once.
 
     The program that stores the last block of a (chunk, group) for a peer signals it.
     """
@@ -429,10 +425,8 @@ def serve_tickets(
     TILE_N: gl.constexpr = C.TILE_N
     TOKENS: gl.constexpr = C.TOKENS
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
-    SUB: gl.constexpr = TOGETHER * (WARPS // ACROSS)
-    layout: gl.constexpr = gl.BlockedLayout(
-        [TOGETHER, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0]
-    )
+    SUB: gl.constexpr = HELD * (WARPS // ACROSS)
+    layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     rank, epoch, counts = current.rank, current.epoch, current.counts
     slot_offset = (epoch & 1).to(gl.int64) * peers.slot_size
@@ -443,7 +437,6 @@ def serve_tickets(
     ends = gl.load(tensors.offsets + index + 1, mask=index < experts, other=0)
     tile_rows = gl.sum((ends - first_rows + TILE_M - 1) // TILE_M, axis=0)
     tile_cols = (cols + TILE_N - 1) // TILE_N
-    last_draw = tile_rows * tile_cols - LEFT * programs  # with LEFT, in tiles that are drawn
 
     own_blocks = (cut.tokens + TOKENS - 1) // TOKENS
     peer_blocks = (WORLD_SIZE - 1) * blocks
@@ -456,9 +449,7 @@ def serve_tickets(
         count = count_tickets(late, cut.chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:
-            following = count
-            if LEFT == 0:
-                following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+            following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             is_send, chunk, step = place_ticket(ticket, late, cut.chunks, peer_blocks, own_blocks)
             # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
             while made <= chunk:
@@ -529,8 +520,4 @@ def serve_tickets(
                     AHEAD,
                     layout,
                 )
-            if LEFT > 0:
-                # an atomic: one number for all warps
-                if gl.atomic_add(counts + DRAWN, 0, sem="relaxed", scope="gpu") < last_draw:
-                    following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             ticket = following

@@ -103,6 +103,12 @@ class GroupedProblem:
         """Rows per expert if routing is balanced."""
         return self.max_tokens * self.topk / self.experts
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the experts that are read if each row may have another one."""
+        read = min(self.experts, self.max_tokens * self.topk)
+        return read * self.cols * self.depth * self.itemsize
+
 
 def packed_pitch(depth: int) -> int:
     """Bytes of a token of FP8 as it travels: data, a scale for each 128 elements, and as many bytes
@@ -264,13 +270,18 @@ def over_nodes(
 # measured on two H100 as 2 nodes: unfused took 0.69 to 0.96 of the time
 _NOTHING_INSIDE = "with one rank on each node collectives send as much, in fewer steps"
 _ALONE = DispatchConfig("library", 16, 32, 64, 1, 4)
+# Weights of FP8 up to which small Triton tiles, which start faster, are as fast as the Hopper
+# kernels, which read faster. By six layers on two H200, 1 to 32 tokens (decision 0044): up to 805
+# MB (dispatch) and 403 MB (combine) they were, from 940 MB on they were not.
+SMALL_FP8 = 870_000_000
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     """Chosen by rows per expert. Small tiles while reading weights takes the time; for more rows,
     rows in the order of experts (decisions 0029, 0027)."""
     rows, blocks = p.rows_per_expert, min(32, p.experts)
-    if p.fp8 and rows <= 2:  # as many bytes in flight as with 16 bits
+    if p.fp8 and rows <= 2 and p.weight_bytes <= SMALL_FP8:
+        # as many bytes in flight as with 16 bits
         return DispatchConfig("triton", 16, 128, 128, 9, 4, 8, 16, push_rows=1, signal_blocks=1)
     if p.fp8:
         return DispatchConfig(
