@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from unittest import mock
 
@@ -87,11 +88,11 @@ def test_groups_inside_a_node_are_as_on_one_host(worlds: Worlds) -> None:
 # --- Every operator ---
 
 
-def each_operator(me: Member) -> dict[str, str]:
+def each_operator(me: Member, ops: Iterable[str] = tw.OPERATORS, shapes: int = 2) -> dict[str, str]:
     said, group = {}, dist.group.WORLD
-    for op in tw.OPERATORS:
+    for op in ops:
         samples = samples_of(op)
-        for seed, shape in enumerate(samples.check_on_cpu.shapes[:2]):
+        for seed, shape in enumerate(samples.check_on_cpu.shapes[:shapes]):
             operands = samples.subject.draw(
                 shape, torch.float32, me.device, me.rank, me.world_size, seed, False
             )

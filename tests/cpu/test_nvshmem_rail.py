@@ -8,16 +8,15 @@ import time
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.cpu.test_matmul_over_nodes import CASES, CHUNKS, right
-from tests.cpu.test_nodes import each_operator
+from tests.cpu.test_nodes import ACROSS, each_operator
 from tests.support import parity
 from tests.support.calls import refusal
 from tests.support.matmul_cases import Case, prepare
 from tests.support.nvshmem_on_cpu import nvshmem
-from tests.support.worlds import Member, World, Worlds
+from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.kernels import rail
@@ -25,11 +24,6 @@ from tileweave.ops.core.nvshmem_rail import NvshmemRail
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.ops.core.ways import _ways
 from tileweave.transport.nvshmem import RAIL
-
-
-@pytest.fixture(params=[2, 4], ids=["2x1", "2x2"])
-def nodes(request: pytest.FixtureRequest, worlds: Worlds) -> World:
-    return worlds("gloo", request.param, 2)
 
 
 def rail_here(me: Member) -> NvshmemRail:
@@ -40,19 +34,19 @@ def rail_here(me: Member) -> NvshmemRail:
 
 def matmuls(me: Member) -> None:
     with nvshmem():
-        cases = [case for case in CASES if case.op != "all_gather_matmul"] + CASES[:2]
-        right(me, cases, CHUNKS)
-        parity.many_calls(me, [case for case in cases if not case.norm], CHUNKS, 6, 0.004)
+        right(me, [CASES[at] for at in (0, 2, 3, 5, 6, 9)], CHUNKS)
+        cases = [case for case in CASES if case.integers or case.rows < 4]
+        parity.many_calls(me, cases, CHUNKS, 6, 0.004)
         rail_here(me)
 
 
-def test_matmuls_with_late_ranks(nodes: World) -> None:
-    nodes.run(matmuls)
+def test_matmuls_with_late_ranks(worlds: Worlds) -> None:
+    worlds("gloo", 4, 2).run(matmuls)
 
 
 def operators(me: Member) -> dict[str, str]:
     with nvshmem():
-        return each_operator(me)
+        return each_operator(me, ACROSS, 1)
 
 
 def test_each_operator(worlds: Worlds) -> None:

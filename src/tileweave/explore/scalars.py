@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
@@ -33,6 +34,10 @@ class Scalar(int):
     def to(self, dtype: tl.dtype, *args: object, **kwargs: object) -> Any:
         if dtype.is_int():
             return self
+        if dtype.is_ptr():
+            from tileweave.explore import blocks  # which are made of scalars
+
+            return blocks.Block(np.int64(self), dtype)
         tensor: Any = triton_interpreter.interpreter_semantic.to_tensor(int(self), False)
         return tensor.to(dtype)
 

@@ -1,5 +1,5 @@
-"""NVSHMEM as torch's symmetric memory has it, for the rail of ``TILEWEAVE_RAIL=nvshmem``. It was
-never run across a network.
+"""NVSHMEM as torch's symmetric memory has it, for the rail of ``TILEWEAVE_RAIL=nvshmem``. It ran
+on two GPUs of one host as two nodes, never across a network.
 
 Only this file, ``cuda.py`` and ``rendezvous.py`` use ``torch.distributed._symmetric_memory``, a
 private API.
