@@ -4,7 +4,7 @@ refused with the path, on every rank, and what does not is right."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as f
 
 import tileweave as tw
+from tileweave.parallel import trial
 
 
 @pytest.fixture
@@ -231,3 +232,46 @@ def untouched(me: Member) -> None:
         assert all(module.training for module in part.modules())
     for without, tried in zip(*states, strict=True):
         assert torch.equal(without, tried) if isinstance(tried, torch.Tensor) else without == tried
+
+
+class Counted(nn.Module):
+    """An MLP with a table that a trial must not copy. Notes its calls."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 128), nn.Linear(128, 8)
+        self.table, self.fails = nn.Parameter(torch.zeros(1, 8)), fails
+        Counted.calls.clear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.calls.append((x.numel(), self.table))
+        if len(Counted.calls) == self.fails:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.down(self.up(x + self.table))
+
+
+def test_a_trial_for_many_ranks_is_small() -> None:
+    module = Counted()
+    tried = trial.modules_to_try(module, ["up"], ["down"], 64)[""]
+    trial.try_made_up_input(module, tried, {})
+    assert tried.done
+    assert len(Counted.calls) == 6  # three with all heads, three of ranks
+    for elements, table in Counted.calls:
+        assert elements == 2 * 3 * 8 and table is module.table
+
+
+@pytest.mark.parametrize("call", [1, 5], ids=["all heads", "those of a rank"])
+def test_a_trial_without_memory_refuses_nothing(call: int) -> None:
+    module = Counted(call)
+    tried = trial.modules_to_try(module, ["up"], ["down"], 4)[""]
+    trial.try_made_up_input(module, tried, {})
+    assert len(Counted.calls) == call and not tried.done
+
+
+def test_a_trial_for_one_rank_is_right() -> None:
+    module = Counted()
+    tried = trial.modules_to_try(module, ["up"], ["down"], 1)[""]
+    trial.try_made_up_input(module, tried, {})
+    assert tried.done and len(Counted.calls) == 4

@@ -39,7 +39,7 @@ UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError, copy.E
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
 _LOG = logging.getLogger("tileweave")
-ROWS = 3  # of an input that is made up, per rank
+ROWS = 3  # of an input that is made up
 
 
 @dataclass
@@ -130,10 +130,9 @@ def try_made_up_input(
         return
     dot = f"{tried.path}." if tried.path else ""
     own = {n: tuple(parts[dot + n].values()) for n in tried.columns if dot + n in parts}
-    x = torch.randn(
-        2, ROWS * tried.size, layers[0].in_features, generator=torch.Generator().manual_seed(0)
-    )
-    x = x.to(first.device, first.dtype)
+    drawn = torch.Generator(first.device).manual_seed(0)
+    shape = (2, ROWS, layers[0].in_features)
+    x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
     outer = _copied(module, tried, own)
     if outer is not None:
         tried.done = _judge(module, tried, outer, type(module).forward, (x,), {}, {})
@@ -299,8 +298,8 @@ class _Tape:
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         self.calls += 1
-        drawn = torch.Generator().manual_seed(self.calls)
-        return torch.randn(shape, generator=drawn).to(x.device, dtype)
+        drawn = torch.Generator(x.device).manual_seed(self.calls)
+        return torch.randn(shape, generator=drawn, device=x.device).to(dtype)
 
 
 class _Unfit(RuntimeError):
@@ -357,7 +356,7 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) 
     """A copy of ``module`` with other modules in place of its sharded layers and of inner ones, and
     the tape of those; None if it cannot be copied."""
     tape = _Tape(tried.size)
-    memo: dict[int, Any] = {}
+    memo = _not_copied(module, tape)
     for name, part in module.named_modules():
         if name in tried.inner:
             memo[id(part)] = _Replay(name, tape)
@@ -371,7 +370,6 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) 
             memo[id(part)] = _Stand(part, tape, column, ())
         elif name in (*tried.columns, *tried.rows):  # the model is not sharded yet
             memo[id(part)] = _Stand(part, tape, name in tried.columns, parts.get(name, ()))
-    memo[id(tape)] = tape
     try:
         made = copy.deepcopy(module, memo).eval()
     except UNFIT:  # a copy may raise anything; the module is not tried then
@@ -382,6 +380,11 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) 
                 if not isinstance(getattr(hook, "__self__", None), RunningHooks):
                     del hooks[key]
     return made, tape
+
+
+def _not_copied(module: nn.Module, tape: _Tape) -> dict[int, Any]:
+    """For ``deepcopy``: a forward does not change parameters, and an embedding may be large."""
+    return {id(tape): tape, **{id(p): p for p in module.parameters()}}
 
 
 def _judge(
@@ -399,7 +402,8 @@ def _judge(
 
     def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tape.begin(rank, inner)
-        y = forward(copy.deepcopy(copied, {id(tape): tape}), *_cloned(args), **_cloned(kwargs))
+        again = copy.deepcopy(copied, _not_copied(copied, tape))
+        y = forward(again, *_cloned(args), **_cloned(kwargs))
         return tape.seen, [t for t in _leaves(y) if isinstance(t, torch.Tensor)]
 
     devices = [t.device for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -416,10 +420,13 @@ def _judge(
             return False
         if not whole or not (_alike(whole, again) and _alike(whole, other)):
             return False
-        for rank in range(tried.size):
+        last = tried.size - 1
+        for rank in sorted({0, min(1, last), last}):  # others are as the second one
             torch.random.set_rng_state(state)
             try:
                 own, found = run(rank)
+            except torch.OutOfMemoryError:  # of one rank, maybe
+                return False
             except UNFIT as error:
                 kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
                 raise tried.refuse(module, f"{kind}{error}") from error
