@@ -52,6 +52,7 @@ class Tried:
     size : the number of ranks.
     done : there is nothing to try any more.
     warned : about hooks of its layers.
+    walks : names of modules on the way to each of its layers.
     """
 
     path: str
@@ -61,6 +62,10 @@ class Tried:
     size: int
     done: bool = False
     warned: bool = False
+    walks: tuple[tuple[str, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.walks = tuple(tuple(name.split(".")) for name in (*self.columns, *self.rows))
 
     def refuse(self, module: nn.Module, reason: str) -> InputError:
         """The error of this module."""
@@ -181,13 +186,14 @@ def _class_of(cls: Any) -> type:
 
 def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     tried: Tried = module._tried
-    dot = f"{tried.path}." if tried.path else ""
-    for name in (*tried.columns, *tried.rows):
-        reason = why_not_sharded(module, name)
-        if reason is not None:
-            raise InputError(f"asked: {dot}{name}, {reason}")
-    if not tried.warned:
-        _warn_of_hooks(module, tried)
+    if not _is_unchanged(module, tried):
+        dot = f"{tried.path}." if tried.path else ""
+        for name in (*tried.columns, *tried.rows):
+            reason = why_not_sharded(module, name)
+            if reason is not None:
+                raise InputError(f"asked: {dot}{name}, {reason}")
+        if not tried.warned:
+            _warn_of_hooks(module, tried)
     outer, given = None, (args, kwargs)
     if not tried.done and _is_plain(given):
         outer, given = _copied(module, tried, {}), _cloned(given)
@@ -203,6 +209,19 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
     _judge(module, tried, outer, forward, given[0], given[1], inner)
     return result
+
+
+def _is_unchanged(module: nn.Module, tried: Tried) -> bool:
+    """Whether all layers are sharded ones without hooks. Each call asks, so it is quick."""
+    for names in tried.walks:
+        part: Any = module
+        for name in names:
+            part = part._modules.get(name)
+            if part is None:
+                return False
+        if not isinstance(part, ParallelLinear) or part._forward_hooks or part._forward_pre_hooks:
+            return False
+    return True
 
 
 def _warn_of_hooks(module: nn.Module, tried: Tried) -> None:
