@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,39 +32,21 @@ def test_neighbour_exchange() -> None:
 
 @pytest.mark.parametrize("name", ["moe_training.py", "dlrm_training.py"])
 def test_short_training_programs(name: str) -> None:
-    """By the command in their first lines, on two ranks. The loss falls.
-
-    One is started by torchrun itself, the other one in forks."""
+    """By the command in their first lines, on two ranks. The loss falls."""
     command = (EXAMPLES / name).read_text("utf-8").split('"""')[1].splitlines()[2].split("#")[0]
     launcher, *words = command.split()
     assert launcher == "torchrun"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(EXAMPLES.parent / "src"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    if name == "moe_training.py":
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-            env=environment,
-            cwd=EXAMPLES.parent,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        output = done.stdout
-    else:
-        *options, script = words
-        assert options == ["--nproc-per-node", "2"]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ends = run_in_fork(environment, [str(EXAMPLES.parent / script)], ranks=2)
-        assert [code for code, _, _ in ends] == [0, 0], ends
-        output = "".join(out for _, out, _ in ends)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     losses = [float(line.split()[-1]) for line in output.splitlines() if "loss" in line]
     assert len(losses) == 20 and losses[-1] < 0.1 * losses[0]
 

@@ -571,8 +571,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks go one tile early",
         REDUCED,
-        "(end - first) * s.tile_cols\n",
-        "(end - first) * s.tile_cols - 1\n",
+        "(end - first) * s.tile_cols, from",
+        "(end - first) * s.tile_cols - 1, from",
         RS + "copy engine",
     ),
     Mutant(

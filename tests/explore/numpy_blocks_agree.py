@@ -17,6 +17,7 @@ def triton_and_blocks_agree() -> list[str]:
     seeds = [
         Seed(f"{s.op}/{s.name}", 2, strategy, 3)
         for s, strategy in zip(SCENARIOS, itertools.cycle(("walk", "pct")), strict=False)
+        if s.name != "maps of tiles"  # it calls device functions itself, with whole numbers
     ]
     ends = []
     for blocks in (True, False):
