@@ -91,7 +91,7 @@ _FP8_SCATTER = (
 
 
 _FP8_REDUCE = (
-    *(config for config in _by_cublas(_REDUCE)),
+    *_by_cublas(_REDUCE),
     *(_uncut(_FP8_WIDE, slices) for slices in (2, 4, 8)),
     *(_uncut(replace(_SQUARE, tile_k=128, group_m=8), slices) for slices in (2, 4)),
 )

@@ -57,6 +57,10 @@ class _Call:
     norm: Launcher
     copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of ``tensor`` [M, N] that this rank reduces."""
+        return tensor.narrow(0, self.begin, self.rows)
+
     def copies_of(self, slot: int, staging: int) -> Copies:
         """Pushes of partial sums from ``staging``, then pulls of the peers' rows, by chunk, into
         the result, whose address a push gives. The last is a signal to this rank itself."""
@@ -111,11 +115,9 @@ def reduce_by_tiles(
         copies = call.copies.get(place)
         if copies is None:
             copies = call.copies[place] = call.copies_of(*place)
-    own = sums.narrow(0, call.begin, call.rows)
-    if residual is not None:
-        residual = residual.narrow(0, call.begin, call.rows)
-    mirror = call.mirrors[slot]
-    kernel = partial(launch, x, w, bias, own, staging, slot, mirror, residual, operands.scales)
+    residual = None if residual is None else call.own(residual)
+    more = staging, slot, call.mirrors[slot], residual, operands.scales
+    kernel = partial(launch, x, w, bias, call.own(sums), *more)
     push_with_launch(instance, kernel, copies, sums.data_ptr(), capturing)
     if added.norm_weight is not None:
         call.norm(sums, added.norm_weight, added.norm_eps, out)
@@ -146,8 +148,5 @@ def _make(
         call = _Call(scatter, begin, rows, mirrors, norm)
         instance.keep(key, call)
     assert isinstance(call, _Call), "other keys of this instance have no name in front"
-    own = sums.narrow(0, call.begin, call.rows)
-    if residual is not None:
-        residual = residual.narrow(0, call.begin, call.rows)
-    launch = scatter.launcher(x, w, own, residual)
-    return instance, (call, launch)
+    residual = None if residual is None else call.own(residual)
+    return instance, (call, scatter.launcher(x, w, call.own(sums), residual))
