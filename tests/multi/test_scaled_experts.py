@@ -17,7 +17,12 @@ import tileweave as tw
 from tileweave.ops.experts import scaled_operators
 from tileweave.planning.problem import Plan
 
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+WITHOUT_FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(WITHOUT_FP8, reason="needs GPUs that multiply FP8"),
+]
 
 HOPPER_RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 BASE = Case((300,), experts=4, topk=3, depth=1168, cols=2 * 528, dtype="bfloat16")
@@ -43,14 +48,10 @@ def with_kernels(me: Member, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True] if HOPPER_RUNS else [False])
 def test_dispatch_swiglu_and_combine(world: World, fused: bool) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs GPUs that multiply FP8")
     world.run(with_kernels, fused)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_layer(world: World, name: str) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs GPUs that multiply FP8")
     # rows that were not quantised would be off by 3e-2
     assert max(world.run(error, KINDS[name], False)) < 1.5e-2
