@@ -484,6 +484,7 @@ def launcher(
     }
     cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
     shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
+    control = peers.control.data_ptr()
 
     def pack(
         x: torch.Tensor,
@@ -499,18 +500,19 @@ def launcher(
         if cut_tiles:
             elements = cut_tiles * c.tile_m * c.tile_n
             partials = torch.empty(elements, dtype=torch.float32, device=x.device)
-        added, kept = out if bias is None else bias, out if gathered is None else gathered
-        stamps = peers.control if trace is None else trace
-        start, to = x.data_ptr(), out.data_ptr()
-        bias_at, kept_at = added.data_ptr(), kept.data_ptr()
-        given = scales or (out, out, out)
-        ends = (partials.data_ptr(), stamps.data_ptr(), *(t.data_ptr() for t in given))
-        words = (start, bias_at, to, kept_at, *ends, slot)
+        start, to = x.data_ptr(), out.data_ptr()  # what is not given is out
+        bias_at = to if bias is None else bias.data_ptr()
+        kept_at = to if gathered is None else gathered.data_ptr()
+        stamps_at = control if trace is None else trace.data_ptr()
+        ends = (to, to, to) if scales is None else tuple(t.data_ptr() for t in scales)
+        words = (start, bias_at, to, kept_at, partials.data_ptr(), stamps_at, *ends, slot)
         by_tma = pitch_fits and to % 16 == 0
         bases = (start + shift, w.data_ptr(), to if by_tma else base)
 
         def changing() -> dict[str, Any]:
             x_desc, w_desc, out_desc = based(descriptors, bases)
+            added, kept = out if bias is None else bias, out if gathered is None else gathered
+            stamps, given = peers.control if trace is None else trace, scales or (out, out, out)
             chosen = choices._replace(
                 HAS_BIAS=bias is not None,
                 GATHERED=gathered is not None,
@@ -527,7 +529,8 @@ def launcher(
             }
 
         aligned = (to % 16 == 0, bias_at % 16 == 0, kept_at % 16 == 0)
-        aligned += tuple(end % 16 == 0 for end in ends[2:])
+        if scales is not None:
+            aligned += tuple(end % 16 == 0 for end in ends)
         variant = (*aligned, bias is None, gathered is None, trace is None)
         return Call(variant, words, changing, bases)
 

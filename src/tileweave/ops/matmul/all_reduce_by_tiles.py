@@ -109,8 +109,7 @@ def reduce_by_tiles(
         staging = sums.new_empty(scatter.staging_elements)
         copies = call.copies_of(slot, staging.data_ptr())
     else:
-        staging = instance.scratch(scatter.staging_elements * sums.element_size())
-        staging = staging.view(sums.dtype)
+        staging = scatter.staging(sums.dtype)
         place = slot, staging.data_ptr()
         copies = call.copies.get(place)
         if copies is None:

@@ -9,6 +9,7 @@ Tables and planners choose (``MatmulConfig.kernel == "library"``, and its transp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ INSTANCE = (
 WORD = 4  # bytes
 MOST_KEPT = 16 << 20  # bytes of gather(x): an allocation takes 4 us of 40
 Tensors = tuple[torch.Tensor, ...]
+Storing = Callable[[Tensors, torch.Tensor], torch.Tensor]
 
 
 class Product(Protocol):
@@ -51,6 +53,10 @@ class Product(Protocol):
 
     def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
         """The parts of these rows of x."""
+        ...
+
+    def repeated(self) -> Storing:
+        """This product, for several calls with ``out``."""
         ...
 
 
@@ -76,6 +82,12 @@ class Plain(NamedTuple):
 
     def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
         return (x[0].narrow(0, begin, rows),)
+
+    def repeated(self) -> Storing:
+        turned, bias = self.w.t(), self.bias  # turned once: each view takes 2 us
+        if bias is None:
+            return lambda x, out: torch.mm(x[0], turned, out=out)
+        return lambda x, out: torch.addmm(bias, x[0], turned, out=out)
 
 
 @dataclass(slots=True)
@@ -164,10 +176,11 @@ def multiply_shards(
     x: the parts of the own shard."""
     rows = x[0].shape[0]
     places = out.view(instance.world_size, rows, out.shape[1]).unbind()
+    store = product.repeated()
     gathering = begin(instance, call, x, checksum)
     try:
         for source, shard in gathering.shards():
-            product(shard, places[source])
+            store(shard, places[source])
             if gathered is not None:
                 gathered[source * rows : (source + 1) * rows].copy_(shard[0])
     finally:  # also when memory runs out: the next gather would find the signals of this one

@@ -120,9 +120,7 @@ def _run(
     if capturing:
         staging = out.new_empty(call.staging_elements)
     else:
-        # Always the same memory: the graph of copies keeps its address, so it may not be freed. The
-        # next launch on this device comes after the copies.
-        staging = instance.scratch(call.staging_elements * out.element_size()).view(out.dtype)
+        staging = call.staging(out.dtype)
     kernel = partial(launch, x, w, bias, out, staging, slot, None, None, scales)
     push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
@@ -197,6 +195,18 @@ class FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaling: Scaling | None = None
     gathered: int = 0
+    _staging: torch.Tensor | None = None
+
+    def staging(self, dtype: torch.dtype) -> torch.Tensor:
+        """What peers get in eager calls. Always the same memory: graphs of copies have its address,
+        so it may not be freed. The next launch on this device comes after the copies."""
+        if self._staging is None:
+            self._staging = self._stage(dtype)
+        return self._staging
+
+    @torch.inference_mode(False)
+    def _stage(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.instance.scratch(self.staging_elements * dtype.itemsize).view(dtype)
 
     def launcher(
         self,

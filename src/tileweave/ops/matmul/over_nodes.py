@@ -47,7 +47,7 @@ from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.ways import Ways, add_in_order, spanning_call
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
-from tileweave.ops.matmul.cublas import Plain, multiply
+from tileweave.ops.matmul.cublas import Plain, Storing, multiply
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -240,6 +240,9 @@ class _OfRanks(NamedTuple):
         self, x: tuple[torch.Tensor, ...], begin: int, rows: int
     ) -> tuple[torch.Tensor, ...]:
         return (self.rows[begin // rows],)
+
+    def repeated(self) -> Storing:
+        return self.plain.repeated()
 
 
 def _sum_in_node(

@@ -159,6 +159,10 @@ class ScaledProduct(NamedTuple):
             sent = aligned(sent.narrow(0, begin, rows))
         return data.narrow(0, begin, rows), sent
 
+    def repeated(self) -> ScaledProduct:
+        """This product, for several calls with ``out``."""
+        return self
+
     def of_all_ranks(
         self, data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -7,7 +7,7 @@ the product before.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -24,17 +24,21 @@ from tileweave.transport.workspace import CALL, GATHER, Instance, Workspace
 QUEUE = 1
 
 
-class ShardSums(NamedTuple):
+@dataclass(slots=True)
+class ShardSums:
     """Calls of one shape: this rank's rows [m, N] of the sum over ranks of product(x).
 
     slots : per slot, [R, m, N].
     copies : per slot, (rank, copies of the product for its rows), in the order of sending.
+    staged : the products of eager calls, [m, N] each, in that order, and the own one. Always the
+        same memory, since graphs of copies have its address.
     """
 
     peers: Peers
     slots: tuple[torch.Tensor, ...]
     copies: tuple[tuple[tuple[int, Copies], ...], ...]
     launch: Launcher
+    staged: tuple[torch.Tensor, ...] = ()
 
     def __call__(
         self,
@@ -50,18 +54,17 @@ class ShardSums(NamedTuple):
         transport, rank, rows = instance.transport, instance.transport.rank, out.shape[0]
         capturing = instance.begin(checksum)
         slot = copy_slot(instance)
-        count = instance.world_size * out.numel()
         if capturing:
-            staging = out.new_empty(count)
-        else:  # always the same memory, since graphs of copies have its address
-            staging = instance.scratch(count * out.element_size()).view(out.dtype)[:count]
-        staged = staging.view(instance.world_size, *out.shape)  # the own product comes last
+            staged = out.new_empty(instance.world_size, *out.shape).unbind()
+        else:
+            staged = self.staged or self._stage(instance, out)
+        source, store = staged[0].data_ptr(), product.repeated()
         await_frozen_slot(instance, self.peers)
         try:
-            for at, (owner, copies) in enumerate(self.copies[slot]):
-                product(product.rows_of(x, owner * rows, rows), staged[at])
-                transport.push(copies, staging.data_ptr(), QUEUE, None, capturing)
-            product(product.rows_of(x, rank * rows, rows), staged[-1])
+            for (owner, copies), place in zip(self.copies[slot], staged, strict=False):
+                store(product.rows_of(x, owner * rows, rows), place)
+                transport.push(copies, source, QUEUE, None, capturing)
+            store(product.rows_of(x, rank * rows, rows), staged[-1])
             self.launch(self.slots[slot], staged[-1], added.bias, out)
             instance.calls += 1
             CALL.posted = False  # the call has been made
@@ -69,6 +72,13 @@ class ShardSums(NamedTuple):
             if capturing or not out.is_cuda:
                 transport.join(QUEUE)
             instance.launched()
+
+    @torch.inference_mode(False)  # calls outside of it write to these views
+    def _stage(self, instance: Instance, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = instance.world_size * out.numel()
+        memory = instance.scratch(count * out.element_size()).view(out.dtype)
+        self.staged = memory.view(instance.world_size, *out.shape).unbind()
+        return self.staged
 
 
 def shard_sums(
