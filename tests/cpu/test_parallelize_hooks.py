@@ -93,7 +93,9 @@ def read(me: Member) -> None:
     reference.zero_grad()
     compare(part, reference)
     rows = tw.parallelize(model(), sequence_parallel=True)
-    rows.get_submodule("layers.1").register_forward_hook(lambda _, args, y: seen.append(args[0].shape))
+    rows.get_submodule("layers.1").register_forward_hook(
+        lambda _, args, y: seen.append(args[0].shape)
+    )
     compare(rows, model())
     assert seen == [(2, 6, 12), (2, 6, 12), (2, 3, 16)]
 
