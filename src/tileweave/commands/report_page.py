@@ -64,7 +64,7 @@ table { border-collapse: collapse; font-size: 0.88rem; }
 td, th { padding: 0.2rem 0.7rem 0.2rem 0; text-align: left; vertical-align: top; }
 td:first-child { min-width: 9rem; }
 @media (max-width: 40rem) {
-  td:last-child { overflow-wrap: anywhere; } td:first-child { min-width: 6rem; }
+  td:first-child, td:last-child { overflow-wrap: anywhere; min-width: 6rem; }
 }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr { border-bottom: 1px solid #8883; }
