@@ -7,6 +7,7 @@ has ended, or when the last shard has come and what needs it is multiplied, whic
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tileweave.planning.candidates import PLANNED
@@ -113,42 +114,69 @@ def _fused(
     op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float
 ) -> float:
     c, size = costs.c, p.world_size
-    multiply = _multiply(op, p, w, config, costs)
+    tiles = _Tiles(op, p, w, config, costs)
+    multiply = tiles.seconds(tiles.count)
     copied = config.transport == "copy_engine"
+    latency = c.copy_latency if copied else c.push_latency
+    rate = (c.copy_fraction if copied else c.push_fraction) * link_rate
     if op == "matmul_all_reduce" and copied:  # the gather of the last slice is not hidden
-        once = w.nbytes / (c.copy_fraction * link_rate)
+        once = w.nbytes / rate
         slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
         # copy engines are busy from the first slice of partial sums on
         copies = w.steps * once + slices * (size - 1) * _SLICE_SECONDS
         bound = max(multiply + once / slices, multiply / (size * slices) + copies)
-        return c.fused_launch + c.copy_latency + bound
-    latency = c.copy_latency if copied else c.push_latency
-    fraction = c.copy_fraction if copied else c.push_fraction
-    sent = latency + w.nbytes / (fraction * link_rate) + c.signal
+        return c.fused_launch + latency + bound
     if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
-        return c.one_shot_launch + multiply + latency + w.nbytes * size / (fraction * link_rate)
-    own = multiply / size  # the own shard needs no peer
+        return c.one_shot_launch + multiply + latency + w.nbytes * size / rate
+    queued = c.copy_queued if copied else 0.0
+    each = queued + w.nbytes / (size - 1) / rate
     if op == "all_to_all_matmul":  # all ranks have a part of every row
-        own = multiply / max(config.num_slices, 2) if copied else 0.0
-    return c.fused_launch + max(multiply, sent + (own if op in GATHERS else multiply / 2 / size))
+        own = multiply / (max(config.num_slices, 2) if copied else size)
+        return c.fused_launch + max(multiply, latency + (size - 1) * each + c.signal + own)
+    bound = multiply
+    for shard in range(1, size):
+        if op in GATHERS:  # the shard arrives, then it and all later ones are multiplied
+            arrived = latency + shard * each + c.signal
+            bound = max(bound, arrived + tiles.seconds((size - shard) * tiles.of_shard))
+        else:  # the shard is multiplied, then it and all later ones are sent
+            sent = latency + (size - shard) * each + c.signal
+            bound = max(bound, tiles.seconds(shard * tiles.of_shard / config.num_slices) + sent)
+    return c.fused_launch + bound
 
 
-def _multiply(op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> float:
-    """Seconds of all tiles of a fused kernel, with nothing to wait for."""
-    tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
-    # tiles do not span shards
-    if config.transport == "copy_engine" and op != "all_to_all_matmul":
-        shards = p.world_size
-        tile_rows = shards * cdiv(w.m // shards, tile_m)
-    else:
-        tile_rows = cdiv(w.m, tile_m)
-    tiles = tile_rows * cdiv(w.n, tile_n)
-    active = min(tiles, sms)
-    waves = tiles / active if config.split_tail and tiles > sms else float(cdiv(tiles, sms))
-    if config.split_tail and tiles < sms and config.kernel == "hopper":
-        waves, active = tiles / sms, sms
-    nbytes = (w.m * w.k + w.n * w.k) * p.itemsize + w.m * w.n * p.out_itemsize
-    in_flight = (tile_m + tile_n) * config.tile_k * p.itemsize * config.num_stages
-    rate = min(costs.memory_rate, active * costs.c.matmul_stream, active * in_flight / 1.2e-6)
-    one = costs.fused_block(tile_m, tile_n, w.k, active, p.itemsize, 0.0) + costs.c.fused_tile
-    return max(waves * one, nbytes / rate) * (1.0 + costs.c.corun)
+class _Tiles:
+    """The tiles of a fused kernel, with nothing to wait for.
+
+    count, of_shard : tiles in all, and of the rows (or columns) of one rank.
+    """
+
+    def __init__(self, op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> None:
+        tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
+        # tiles do not span shards
+        if config.transport == "copy_engine" and op != "all_to_all_matmul":
+            shards = p.world_size
+            tile_rows = shards * cdiv(w.m // shards, tile_m)
+        else:
+            tile_rows = cdiv(w.m, tile_m)
+        self.count = tile_rows * cdiv(w.n, tile_n)
+        self.of_shard = self.count / p.world_size
+        self._active = min(self.count, sms)
+        self._cut = config.split_tail and (self.count > sms or config.kernel == "hopper")
+        if self._cut:
+            self._active = sms
+        in_flight = (tile_m + tile_n) * config.tile_k * p.itemsize * config.num_stages
+        rate = min(
+            costs.memory_rate,
+            self._active * costs.c.matmul_stream,
+            self._active * in_flight / 1.2e-6,
+        )
+        nbytes = (w.m * w.k + w.n * w.k) * p.itemsize + w.m * w.n * p.out_itemsize
+        self._memory = nbytes / rate / self.count
+        self._one = costs.fused_block(tile_m, tile_n, w.k, self._active, p.itemsize, 0.0)
+        self._one += costs.c.fused_tile
+        self._slower = 1.0 + costs.c.corun
+
+    def seconds(self, tiles: float) -> float:
+        """Of so many tiles, in whole waves unless the last ones are cut along K."""
+        waves = tiles / self._active if self._cut else cdiv(math.ceil(tiles), self._active)
+        return max(waves * self._one, tiles * self._memory) * self._slower
