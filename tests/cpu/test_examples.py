@@ -70,6 +70,12 @@ def test_two_nodes() -> None:
     assert "all_gather_matmul: fused" in output and output.count("2 nodes x 2") == 2
 
 
+def test_the_bench_over_nodes() -> None:
+    """Times mean nothing here."""
+    output = run_example("bench_nodes.py", "--ranks", "2", "--repeats", "1", on_gpu=False)
+    assert output.count("8, 16, 32") == 2 and "matmul_reduce_scatter" in output
+
+
 def test_tensor_parallel_block() -> None:
     output = run_example("tensor_parallel_block.py", "--ranks", "4", "--steps", "4", on_gpu=False)
     assert output.count("step ") == 4

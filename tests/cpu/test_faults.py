@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import parity
-from tests.support.calls import SLACK
+from tests.support.calls import SLACK, refusal
 from tests.support.fork_server import FULL_END
 from tests.support.matmul_cases import Case, prepare
 from tests.support.worlds import Member, one_shot
@@ -385,9 +385,13 @@ DEADLY = {is_killed: -signal.SIGKILL, exits_at_once: 3, returns_from_main: 0}
 
 
 def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
-    """Call until a rank is missing, then make a new group of the survivors."""
+    """Call until a rank is missing, and then what is next in the program: calls of other instances,
+    which do not wait for it again. Then make a new group of the survivors."""
     group = dist.group.WORLD
+    x, w = torch.zeros(18, 40), torch.zeros(18, 40)
     good_call(me, group, SM)
+    good_call(me, group, COPY_ENGINE)
+    tw.matmul_reduce_scatter(x, w)
     me.barrier()
     if me.rank == VICTIM:
         fault(me)
@@ -401,6 +405,10 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
             good_call(me, group, SM, 7 + number)
     except tw.PeerTimeout as error:
         seen = str(error)
+    queued = [
+        refusal(good_call, me, group, COPY_ENGINE, 11),
+        refusal(tw.matmul_reduce_scatter, x, w),
+    ]
     taken = time.monotonic() - started
     tw.close()
     survivors = [rank for rank in range(me.world_size) if rank != VICTIM]
@@ -410,7 +418,7 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
         good_call(me, rest, SM, 20 + number)
         good_call(me, rest, COPY_ENGINE, 30 + number)
     tw.close()
-    return {"seen": seen, "taken": taken, "left": leavings(me)}
+    return {"seen": seen, "queued": queued, "taken": taken, "left": leavings(me)}
 
 
 @pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.__name__)
@@ -423,6 +431,7 @@ def test_rank_that_ends(fault: Callable[[Member], None]) -> None:
         assert "all_gather_matmul" in found["seen"] and f"rank {rank} waited" in found["seen"], (
             found
         )
+        assert found["queued"] == [f"PeerTimeout: {found['seen']}"] * 2, found
         assert found["taken"] < SECONDS + SLACK, found
         assert found["left"] == 0, found
     assert any(f"for rank {VICTIM}" in ends[rank].value["seen"] for rank in (0, 2))

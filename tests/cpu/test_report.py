@@ -165,6 +165,12 @@ def test_trace_in_words() -> None:
     assert in_words(merge("", [[], []], True)) == ["Nothing was recorded."]
 
 
+def test_times_have_no_exponent() -> None:
+    slow = merge("slow", [[event(0, "wait", 1, 0, 1_500_000_000)], []], True)
+    assert "1500 ms" in " ".join(in_words(slow)) and "1500 ms" in page(contents(traces=[slow]))
+    assert "e+" not in " ".join(in_words(slow))
+
+
 @pytest.mark.parametrize(
     "text",
     [

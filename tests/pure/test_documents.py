@@ -3,6 +3,7 @@ complete, and the English is plain."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -19,6 +20,7 @@ PAGES = sorted(
     page for page in (ROOT / "docs" / "decisions").glob("*.md") if page.name != "README.md"
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CALM = ("tileweave.close", "tileweave.parallel.join_projections")  # nothing to refuse
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 DECISION = re.compile(r"\bdecisions?\s+(?:#\s*)?(\d{4})(?:(?:,| and|, and)\s+(\d{4}))?")
 
@@ -196,8 +198,46 @@ def public_names() -> set[str]:
     return found - modules - {"tileweave.OPERATORS", "tileweave.parallel.parallelize"}
 
 
+def adapters() -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """What each adapter names in ``__all__``. Read, not imported: frameworks may be absent."""
+    found = {}
+    for path in sorted((ROOT / "src/tileweave/integrations").glob("[!_]*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        (names,) = (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        defined = {getattr(node, "name", ""): node for node in tree.body}
+        found |= {f"tileweave.integrations.{path.stem}.{name}": defined[name] for name in names}
+    return found
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    assert documented() == public_names()
+    assert documented() == public_names() | {*adapters()}
+    assert len(adapters()) >= 11
+
+
+def test_methods_in_the_reference_have_docstrings() -> None:
+    """Methods that a page shows, and all class methods: other ways to make an object."""
+    shown: dict[str, set[str]] = {}
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        shown |= {
+            name: {*members.split(", ")}
+            for name, members in re.findall(
+                r"^::: (\S+)\n +options:\n +members: \[(.+)\]$",
+                page.read_text("utf-8"),
+                re.MULTILINE,
+            )
+        }
+    for name in public_names():
+        package, _, attribute = name.rpartition(".")
+        found = getattr(sys.modules[package], attribute)
+        members = {n: v for n, v in vars(found).items()} if isinstance(found, type) else {}
+        made = {n for n, v in members.items() if isinstance(v, classmethod) and n[0] != "_"}
+        assert made - {"unflatten"} <= shown.get(name, set()), name  # unflatten: of torch.ops
+        for each in shown.get(name, set()):
+            assert inspect.getdoc(getattr(found, each)), f"{name}.{each}"
 
 
 @pytest.mark.parametrize("name", sorted(public_names()))
@@ -211,6 +251,11 @@ def test_docstring_names_each_parameter_once(name: str) -> None:
     said = described(text)
     if isinstance(found, type) and (issubclass(found, Exception) or not said):
         return  # made by the package, not by callers: attributes are described
+    assert not_alone(text) == [], f"{name}: one parameter a paragraph, with its type or shape"
+    if not isinstance(found, type):
+        nothing = inspect.signature(found).return_annotation in (None, "None")
+        assert nothing or "\nReturns\n---" in text, f"{name}: what it returns"
+        assert name in CALM or "\nRaises\n---" in text, f"{name}: its errors"
     given = [
         each.lstrip("*")
         for each, parameter in inspect.signature(found).parameters.items()
@@ -222,12 +267,44 @@ def test_docstring_names_each_parameter_once(name: str) -> None:
         assert {*said} <= set(given), f"{name}: no such parameter"
 
 
-def described(text: str) -> list[str]:
-    """Names in the sections of parameters of a numpy docstring."""
-    found = []
-    for section in re.findall(
+@pytest.mark.parametrize("name", sorted(adapters()))
+def test_docstring_of_an_adapter_names_each_parameter(name: str) -> None:
+    found = adapters()[name]
+    text = ast.get_docstring(found) or ""
+    assert len(text) > 20
+    assert not_alone(text) == []
+    if isinstance(found, ast.FunctionDef):
+        named = [*found.args.args, *found.args.kwonlyargs, found.args.vararg, found.args.kwarg]
+        given = {each.arg for each in named if each}
+        if given != {"config"}:  # called by torchtitan only
+            assert {*described(text)} == given
+
+
+def test_parameters_that_share_a_paragraph_are_found() -> None:
+    text = "Do.\n\nParameters\n---\nx, y : int\n    Both.\n\nz\n    Third.\n\nok : str\n    Last.\n"
+    assert not_alone(text) == ["x, y : int", "z"]
+    assert described(text) == ["x", "y", "z", "ok"]
+
+
+def heads(text: str) -> list[str]:
+    """The first lines of paragraphs in the sections of parameters of a numpy docstring."""
+    sections = re.findall(
         r"^(?:Other )?Parameters\n-+\n(.*?)(?=^\S[^\n]*\n-{3,}$|\Z)", text, re.MULTILINE | re.DOTALL
-    ):
-        for names in re.findall(r"^(\*{0,2}\w[\w, *]*?)(?: : .*)?$", section, re.MULTILINE):
-            found += [name.strip().lstrip("*") for name in names.split(",")]
-    return found
+    )
+    return [
+        head
+        for section in sections
+        for head in re.findall(r"^\*{0,2}\w[\w, *]*?(?: : .*)?$", section, re.MULTILINE)
+    ]
+
+
+def not_alone(text: str) -> list[str]:
+    """Those with several names, or without a type."""
+    return [head for head in heads(text) if not re.match(r"\*{0,2}\w+ : ", head)]
+
+
+def described(text: str) -> list[str]:
+    """Names in the sections of parameters."""
+    return [
+        name.strip().lstrip("*") for head in heads(text) for name in head.split(" : ")[0].split(",")
+    ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tileweave.bench.measured_page import HEAD, MACHINE, _ratio, markdown
+from tileweave.bench.measured_page import HEAD, MACHINE, _ratio, markdown, summary
+from tileweave.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,3 +36,25 @@ def test_page_explains_bold() -> None:
         "**0.99**",
         "1.00",
     ]
+
+
+def test_summaries_match_the_results() -> None:
+    page = (DOCS / "performance.md").read_text("utf-8")
+    tables = re.findall(
+        r"^<!-- summary of (\S+) -->\n(.*?)^<!-- end -->$", page, re.MULTILINE | re.DOTALL
+    )
+    assert tables
+    for pattern, table in tables:
+        assert table == summary(DOCS / "results", pattern)
+
+
+def test_a_summary_shows_losses_and_wrong_results(tmp_path: Path) -> None:
+    case = {"block": "large", "right": True, "over_best": 0.9, "over_unfused": None}
+    cases = [case, case | {"over_best": 1.6}, case | {"block": "small", "right": False}]
+    report = {"op": "all_gather_matmul", "cases": cases}
+    (tmp_path / "one.json").write_text(json.dumps(report), "utf-8")
+    large, small = summary(tmp_path, "*.json").splitlines()[2:]
+    assert large == "| `all_gather_matmul`, large, eager | 2 |  | 1.20 (**0.90**) |  |"
+    assert "**WRONG** | 1 |" in small
+    with pytest.raises(InputError):
+        summary(tmp_path, "two*.json")

@@ -5,6 +5,9 @@ A test compares the page with the results.
 python -m tileweave.bench.measured_page docs/results > docs/measured.md
 
 python -m tileweave.bench.measured_page docs/results --machine 2xH100 > docs/measured-2xH100.md
+
+``--summary PATTERN`` writes a line for each operator and block instead, of all reports whose names
+fit, as docs/performance.md has it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of 
 slower than a rival by half a percent or more.
 Written by `python -m tileweave.bench.measured_page docs/results{option}`.
 """
+SUMMED = {
+    "over_unfused": "over NCCL + cuBLAS",
+    "over_best": "over the best rival",
+    "limit_ratio": "of the bound",
+}
 Report = dict[str, Any]
 
 
@@ -71,6 +79,38 @@ def markdown(folder: Path, machine: str = MACHINE) -> str:
     )
     require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
     return "\n".join([_head(used.values(), machine), *lines])
+
+
+def summary(folder: Path, pattern: str) -> str:
+    """A line for each operator and block of cases of the reports whose names fit ``pattern``: the
+    geometric mean, and in brackets the worst case.
+
+    Raises
+    ------
+    InputError
+        No report fits.
+    """
+    paths = sorted(folder.rglob(pattern))
+    allowed = "a pattern of names such as 'quick-*-4xH200-2026-11-26.json'"
+    require(bool(paths), f"reports {pattern} in {folder}", allowed, "pass another pattern")
+    found = {report["op"]: report for path in paths for report in [json.loads(path.read_text())]}
+    lines = [
+        f"| operator | cases | {' | '.join(SUMMED.values())} |",
+        "|" + "---|" * (2 + len(SUMMED)),
+    ]
+    for op in (name for name in tw.OPERATORS if name in found):
+        for block, title in TITLES.items():
+            cases = [case for case in found[op]["cases"] if case["block"] == block]
+            wrong = "" if all(case["right"] for case in cases) else " **WRONG**"
+            if cases:
+                figures = " | ".join(_mean_and_worst(name, cases) for name in SUMMED)
+                lines.append(f"| `{op}`, {title}{wrong} | {len(cases)} | {figures} |")
+    return "\n".join([*lines, ""])
+
+
+def _mean_and_worst(name: str, cases: list[dict[str, Any]]) -> str:
+    values = [value for case in cases if (value := _value(case.get(name))) is not None]
+    return f"{_ratio(name, geometric_mean(values))} ({_ratio(name, min(values))})" if values else ""
 
 
 def _head(reports: Iterable[Report], machine: str) -> str:
@@ -203,8 +243,12 @@ def main() -> None:
     parser.add_argument(
         "--machine", default=MACHINE, help=f"as names of results have it; default: {MACHINE}"
     )
+    parser.add_argument("--summary", metavar="PATTERN", help="sum up the reports of these names")
     given = parser.parse_args()
-    sys.stdout.write(markdown(given.folder, given.machine))
+    if given.summary:
+        sys.stdout.write(summary(given.folder, given.summary))
+    else:
+        sys.stdout.write(markdown(given.folder, given.machine))
 
 
 if __name__ == "__main__":

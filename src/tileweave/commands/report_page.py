@@ -25,6 +25,7 @@ from tileweave.profile.trace import (
     describe,
     in_words,
     lane_name,
+    three_digits,
 )
 
 COLOURS = (
@@ -62,6 +63,9 @@ nav a { margin-right: 1.2rem; }
 table { border-collapse: collapse; font-size: 0.88rem; }
 td, th { padding: 0.2rem 0.7rem 0.2rem 0; text-align: left; vertical-align: top; }
 td:first-child { min-width: 9rem; }
+@media (max-width: 40rem) {
+  td:last-child { overflow-wrap: anywhere; } td:first-child { min-width: 6rem; }
+}
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr { border-bottom: 1px solid #8883; }
 .yes { color: #087f5b; } .no, .lost { color: #c92a2a; font-weight: 600; }
@@ -326,17 +330,19 @@ def _time_line(trace: Trace) -> str:
         fill = f"url(#wait{source})" if event.kind == "wait" else _colour(source)
         thin = 3 if event.kind in ("push", "copy") else 0
         pale = ' fill-opacity="0.3"' if event.kind == "program" else ""
-        label = f"rank {event.rank}: {describe(event)}, {event.duration_ns / ns:.3g} {unit}"
+        took = f"{three_digits(event.duration_ns / ns)} {unit}"
+        label = f"rank {event.rank}: {describe(event)}, {took}"
         marks.append(
             f'<rect x="{_LEFT + event.begin_ns * scale:.1f}" y="{y + 1 + thin}" '
             f'width="{max(event.duration_ns * scale, 0.5):.1f}" height="{_LANE - 3 - 2 * thin}" '
             f'fill="{fill}"{pale}><title>{escape(label)}</title></rect>'
         )
     for part in range(5):
-        x, value = _LEFT + (_WIDTH - _LEFT) * part / 4, trace.end_ns * part / 4 / ns
+        x = _LEFT + (_WIDTH - _LEFT) * part / 4
+        value = three_digits(trace.end_ns * part / 4 / ns)
         end = "end" if part == 4 else "middle" if part else "start"
         marks.append(
-            f'<text x="{x:.0f}" y="{height - 4}" text-anchor="{end}">{value:.3g} {unit}</text>'
+            f'<text x="{x:.0f}" y="{height - 4}" text-anchor="{end}">{value} {unit}</text>'
         )
     said = escape(f"Time line: {trace.title}")
     return (

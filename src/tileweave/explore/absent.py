@@ -40,6 +40,7 @@ from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD
 from tileweave.transport.protocol import (
     EPOCH,
     FAULT,
+    GROUP,
     LEAVERS,
     MAX_SLICES,
     MEETING_US,
@@ -137,15 +138,17 @@ class Clock:
 
     def expire(self, block: int, index: int) -> None:
         self.ran_out.append((self.tasks.running().name, index, self.now))
-        words = {
-            word: ctypes.c_int32.from_address(block + 4 * word)
-            for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)
-        }
-        words[LEAVERS].value += 0 if words[FAULT].value else interpreted.protocol.LATE
-        words[FAULT].value, words[TIMEOUT_US].value, words[MEETING_US].value = 1, 0, 0
+        leavers, fault = (ctypes.c_int32.from_address(block + 4 * w) for w in (LEAVERS, FAULT))
+        leavers.value += 0 if fault.value else interpreted.protocol.LATE
+        fault.value = 1
+        head = ctypes.c_int64.from_address(block + 4 * GROUP).value
+        blocks = [*interpreted.blocks_after(head)]
+        for each in blocks:
+            for word in (TIMEOUT_US, MEETING_US):
+                ctypes.c_int32.from_address(each + 4 * word).value = 0
         for task, (_, its, limit) in self.due.items():
             # waits that have begun read their limit again
-            if its == block and limit in (TIMEOUT_US, MEETING_US):
+            if its in blocks and limit in (TIMEOUT_US, MEETING_US):
                 self.give_up(task)
 
     def is_overdue(self, started, limit):

@@ -33,6 +33,7 @@ COSTS = {
     "grouped_matmul_combine/uneven": 8,
     "embedding_bag_all_to_all_backward/nine tables": 6,
     "local/table sums": 6,
+    "local/transfers of a rail": 6,
     "embedding_bag_all_to_all_backward/nine tables by copy engines": 5,
     "embedding_bag_all_to_all_backward/over nodes": 4,
     "all_gather_matmul/FP8, kernel, blocks": 3,

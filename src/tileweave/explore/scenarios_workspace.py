@@ -19,6 +19,7 @@ from tileweave.planning.machine import CPU, KERNELS
 from tileweave.planning.topology import Topology
 from tileweave.transport import protocol, workspace
 from tileweave.transport.interface import SymmetricBuffer
+from tileweave.transport.shared_fault import SharedFault
 from tileweave.transport.workspace import Instance, Registry, Workspace
 
 CPU_DEVICE = torch.device("cpu")
@@ -416,8 +417,13 @@ class _Same:
 
 def waits(world: World, rank: int, seed: int) -> Found:
     """Interpreted waits that end in time, or too late, with a clock of their own."""
-    control = torch.tensor(workspace.first_words(1.0), dtype=torch.int32)
-    report = torch.zeros(protocol.REPORT_WORDS, dtype=torch.int32)
+    transport: Any = Noting()
+    fault = SharedFault(transport)
+    other, control, third = (
+        fault.control_block(op, t, workspace.first_words(t))
+        for op, t in (("other", 2.0), ("op", 1.0), ("third", 3.0))
+    )
+    report = fault.report
     signals = torch.tensor([4, 0, 6, -(2**31)], dtype=torch.int32)
     interpreted.HostMemory().release(signals.data_ptr() + 4, 5)
     yield equal("released", signals.tolist(), [4, 5, 6, -(2**31)])
@@ -426,6 +432,7 @@ def waits(world: World, rank: int, seed: int) -> Found:
     control[protocol.TABLES : protocol.RECORD] = words.view(torch.int32)
     control[protocol.TABLE_RANKS], control[protocol.TABLE_RANK] = 2, 1
     first, block, told = control.clone(), control.data_ptr(), report.data_ptr()
+    unused = other.clone(), third.clone()
     pauses: list[int] = []
 
     class Clock(interpreted.HostMemory):
@@ -436,8 +443,12 @@ def waits(world: World, rank: int, seed: int) -> Found:
             pauses.append(polls)
 
     before, interpreted.MEMORY = interpreted.MEMORY, Clock()
+    here, at = signals.data_ptr(), third.data_ptr()
+
+    def queued() -> None:
+        interpreted.wait(here, 1, 7, 2, 8, at, told)
+
     try:
-        here = signals.data_ptr()
         interpreted.wait(here, 2, 5, 1, 7, block, told)
         interpreted.wait(here, 1, 2**31 - 1, 3, 7, block, told)
         interpreted.refuse_later(here, 5, 1, 7, block, told)
@@ -456,12 +467,25 @@ def waits(world: World, rank: int, seed: int) -> Found:
             pauses.clear()
             yield equal(name, raised(interpreted.WaitExpired, call), True)
             signal = 2 if name in ("exact", "later") else 0
-            yield equal(name, report[:5].tolist(), [1, signal, 7, 5, int(signals[signal])])
+            yield equal(name, report[:6].tolist(), [1, signal, 7, 5, int(signals[signal]), 1])
+            yield equal(name, fault.reporter, ("op", 1.0))
+            left = [each[2:6].tolist() for each in (other, third)]
+            yield equal("waits of others", left, [[0, 0, 0, 4000000], [0, 0, 0, 6000000]])
             yield equal(name, len(pauses), polls[name])
             limits = [int(control[word]) for word in (2, 3, 4, 5)]
             yield equal(name, limits, [1, 0, 0, 2000000])
             yield equal(name, int(control[protocol.LEAVERS]), protocol.LATE)
-            control.copy_(first)
+            again = raised(
+                interpreted.WaitExpired, lambda: interpreted.expire(block, told, 9, 9, 9, 9)
+            )
+            yield equal("in the same call", (again, int(control[1])), (True, protocol.LATE))
+            after = raised(interpreted.WaitExpired, queued)
+            yield equal("a queued call", (after, len(pauses)), (True, polls[name] + 1))
+            yield equal("its fault", third[1:3].tolist(), [protocol.LATE, 1])
+            yield equal("the first report", report[:6].tolist()[1:3], [signal, 7])
+            for each, words in ((control, first), (other, unused[0]), (third, unused[1])):
+                each.copy_(words)
+            fault._head[protocol.FAULT] = 0
             report.zero_()
         signals[1] = -7
         yield equal("zero", int(interpreted.must_wait(4, 5, False)), 1)

@@ -21,6 +21,7 @@ from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.scenarios_local import SCENARIOS as LOCAL
 from tileweave.explore.scenarios_maps import SCENARIOS as MAPS
 from tileweave.explore.scenarios_nodes import SCENARIOS as NODES
+from tileweave.explore.scenarios_rail import SCENARIOS as RAIL
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
 from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
@@ -52,6 +53,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *LOCAL,
     *MAPS,
     *WORKSPACES,
+    *RAIL,
 )
 Enter = Callable[[World | None], None]
 

@@ -45,10 +45,29 @@ except ImportError as error:
     ) from error
 
 
+__all__ = ["get_gpt_layer_spec", "with_tileweave"]
+
+
 def get_gpt_layer_spec(*args: Any, **options: Any) -> ModuleSpec:
     """``get_gpt_layer_local_spec`` of Megatron-core, with the layers of this module.
 
-    Takes its arguments: ``num_experts``, ``qk_layernorm``, ``normalization`` and others.
+    Parameters
+    ----------
+    *args : Any
+        As Megatron's function takes them: ``num_experts``, ``qk_layernorm`` and others.
+
+    **options : Any
+        The same, by name.
+
+    Returns
+    -------
+    ModuleSpec
+        For ``GPTModel``.
+
+    Raises
+    ------
+    InputError
+        megatron-core has another version than 0.16 (on import), or nothing can be replaced.
     """
     return with_tileweave(get_gpt_layer_local_spec(*args, **options))
 
@@ -61,6 +80,11 @@ def with_tileweave(spec: Any) -> Any:
     spec : ModuleSpec
         A specification of local layers. Classes that are not Megatron-core's own, such as those of
         Transformer Engine, stay as they are.
+
+    Returns
+    -------
+    ModuleSpec
+        The copy.
 
     Raises
     ------

@@ -32,6 +32,8 @@ import torch
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 
+__all__ = ["register"]
+
 VARIABLE = "TILEWEAVE_SGLANG"
 MODULE = "sglang.srt.layers.layernorm_sp"
 DTYPES = (torch.float16, torch.bfloat16)

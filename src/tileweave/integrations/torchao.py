@@ -31,6 +31,9 @@ except ImportError as error:
     ) from error
 
 
+__all__ = ["parallelize"]
+
+
 def recipe_of(path: str, layer: Any) -> str:
     """The recipe of FP8 training that the config of a ``Float8Linear`` has; raises
     :class:`InputError` for other configs. Whether tensor cores keep sums is not compared."""
@@ -61,8 +64,17 @@ def parallelize(
 
     Parameters
     ----------
-    model, mesh, plan, **options
-        As ``tileweave.parallelize`` has them. All ``Float8Linear`` must be in the plan.
+    model : nn.Module
+        As ``tileweave.parallelize`` takes it.
+
+    mesh : DeviceMesh, process group or str, optional
+        The ranks.
+
+    plan : dict or str
+        All ``Float8Linear`` must be in it.
+
+    **options : Any
+        As of ``tileweave.parallelize``.
 
     Returns
     -------

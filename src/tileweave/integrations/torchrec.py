@@ -41,6 +41,8 @@ except ImportError as error:
         f"remedy: pip install 'tileweave[torchrec]' ({error})"
     ) from error
 
+__all__ = ["Sharder"]
+
 STEPS = {EmbOptimType.EXACT_SGD: "sgd", EmbOptimType.EXACT_ROWWISE_ADAGRAD: "adagrad"}
 BY_ROW = ShardingType.ROW_WISE.value
 KINDS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, BY_ROW)
@@ -65,7 +67,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 class Sharder(EmbeddingBagCollectionSharder):
     """Pass it to ``DistributedModelParallel(sharders=[...])``, and to the planner.
 
-    It takes the arguments of TorchRec's ``EmbeddingBagCollectionSharder``.
+    It takes the arguments of TorchRec's ``EmbeddingBagCollectionSharder``. Tables that cannot be
+    looked up by tileweave stay TorchRec's, with one warning.
     """
 
     def shard(

@@ -47,6 +47,8 @@ except ImportError as error:
         f"remedy: pip install 'tileweave[torchtitan]' ({error})"
     ) from error
 
+__all__ = ["enable", "disable", "dist_gemm", "experts"]
+
 _LOG = logging.getLogger("tileweave")
 _STOCK = {
     name: getattr(_seam, name)

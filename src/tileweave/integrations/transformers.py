@@ -56,6 +56,8 @@ try:
 except ImportError:  # transformers before 5.21
     EPImplementationInterface = None
 
+__all__ = ["enable", "disable"]
+
 EP_NAME = "tileweave"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LOG = logging.getLogger("tileweave")

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["register"]
+
 VARIABLE = "TILEWEAVE_VLLM"
 OPERATOR = "tileweave_row_linear"
 WITH_NORM = f"{OPERATOR}_norm"

@@ -123,7 +123,10 @@ class MoE(nn.Module):
     group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the experts; None is the default group.
 
-    device, dtype : optional
+    device : torch.device, optional
+        of the parameters.
+
+    dtype : torch.dtype, optional
         of the parameters.
 
     Raises

@@ -257,8 +257,11 @@ class ColumnParallelLinear(ParallelLinear):
     group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the layer; None is the default group.
 
-    device, dtype : optional
+    device : torch.device, optional
         of the parameters, as in ``nn.Linear``.
+
+    dtype : torch.dtype, optional
+        of the parameters.
 
     gather : bool
         True: rows of x are sharded, and gathered (sequence parallelism). False: x is the same on
@@ -315,7 +318,7 @@ class ColumnParallelLinear(ParallelLinear):
         save_gathered: bool = False,
         fp8: str | None = None,
     ) -> ColumnParallelLinear:
-        """This rank's shard of a full ``nn.Linear``, which every rank has."""
+        """This rank's shard of a full ``nn.Linear``, that every rank has. Options: of the class."""
         options = dict(gather=gather, dim=dim, save_gathered=save_gathered)
         return cls._from(linear, group, **options).train_in_fp8(fp8)
 
@@ -372,8 +375,11 @@ class RowParallelLinear(ParallelLinear):
     group : ProcessGroup, DeviceMesh of one dimension, or str, optional
         the ranks that share the layer; None is the default group.
 
-    device, dtype : optional
+    device : torch.device, optional
         of the parameters, as in ``nn.Linear``.
+
+    dtype : torch.dtype, optional
+        of the parameters.
 
     scatter : bool
         True calls ``matmul_reduce_scatter``, for sequence parallelism. False calls
@@ -424,7 +430,7 @@ class RowParallelLinear(ParallelLinear):
         dim: int = 0,
         fp8: str | None = None,
     ) -> RowParallelLinear:
-        """This rank's shard of a full ``nn.Linear``, which every rank has."""
+        """This rank's shard of a full ``nn.Linear``, that every rank has. Options: of the class."""
         return cls._from(linear, group, scatter=scatter, dim=dim).train_in_fp8(fp8)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,10 @@ class SoftmaxTopK(_Router):
     normalize : bool
         scale the k weights of a token to a sum of 1.
 
-    device, dtype : optional
+    device : torch.device, optional
+        of ``weight``.
+
+    dtype : torch.dtype, optional
         of ``weight``.
     """
 
@@ -96,8 +99,14 @@ class SigmoidTopK(_Router):
 
     Parameters
     ----------
-    hidden_size, num_experts, top_k : int
-        as of :class:`SoftmaxTopK`.
+    hidden_size : int
+        H, features of a token.
+
+    num_experts : int
+        E, experts of all ranks.
+
+    top_k : int
+        experts of each token.
 
     groups : int
         groups of experts of equal size, in order; at least two experts each, unless there is one
@@ -112,7 +121,10 @@ class SigmoidTopK(_Router):
     scale : float
         all weights are multiplied by it (``routed_scaling_factor``).
 
-    device, dtype : optional
+    device : torch.device, optional
+        of ``weight``.
+
+    dtype : torch.dtype, optional
         of ``weight``; ``e_score_correction_bias`` [E] is an fp32 buffer of zeros, for an update
         rule of yours.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from tileweave.nn.made_classes import make_class
 from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.parallel.adapters import BASE, why_not_sharded
+from tileweave.parallel.hooks import BACKWARD, FORWARD, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import SharedColumn
 
 # What a forward that counts on other shapes raises; out of memory and the like are no such errors.
@@ -38,7 +38,6 @@ NOT_FOREIGN = (TileweaveError, torch.OutOfMemoryError, dist.DistError, torch.Acc
 UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError, copy.Error, PicklingError)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
-_LOG = logging.getLogger("tileweave")
 ROWS = 3  # of an input that is made up
 
 
@@ -51,7 +50,6 @@ class Tried:
     inner : paths of modules in it that are tried themselves, from the module.
     size : the number of ranks.
     done : there is nothing to try any more.
-    warned : about hooks of its layers.
     walks : names of modules on the way to each of its layers.
     """
 
@@ -61,7 +59,6 @@ class Tried:
     inner: tuple[str, ...]
     size: int
     done: bool = False
-    warned: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -192,8 +189,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
             reason = why_not_sharded(module, name)
             if reason is not None:
                 raise InputError(f"asked: {dot}{name}, {reason}")
-        if not tried.warned:
-            _warn_of_hooks(module, tried)
+        _guard_hooks(module, tried)
     outer, given = None, (args, kwargs)
     if not tried.done and _is_plain(given):
         outer, given = _copied(module, tried, {}), _cloned(given)
@@ -219,21 +215,24 @@ def _is_unchanged(module: nn.Module, tried: Tried) -> bool:
             part = part._modules.get(name)
             if part is None:
                 return False
-        if not isinstance(part, ParallelLinear) or part._forward_hooks or part._forward_pre_hooks:
+        if not isinstance(part, ParallelLinear) or has_hooks(part):
             return False
     return True
 
 
-def _warn_of_hooks(module: nn.Module, tried: Tried) -> None:
+def _guard_hooks(module: nn.Module, tried: Tried) -> None:
+    """Let hooks only read the features of one rank: those before a row-parallel layer, those after
+    a column-parallel one, and those of gradients."""
     for name in (*tried.columns, *tried.rows):
         try:
-            layer = module.get_submodule(name)
+            layer: Any = module.get_submodule(name)
         except AttributeError:  # LoRA that was unloaded
             continue
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            tried.warned = True
-            path = f"{tried.path}.{name}" if tried.path else name
-            _LOG.warning("%s has forward hooks: they see and change the part of one rank", path)
+        column = isinstance(layer, ColumnParallelLinear)
+        moves = layer.gather if column else getattr(layer, "scatter", False)
+        seen = FORWARD if moves else FORWARD[column : column + 1]
+        path = f"{tried.path}.{name}" if tried.path else name
+        guard_hooks(layer, path, (*seen, *BACKWARD), "the part of one rank")
 
 
 def _is_plain(given: Any) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +13,6 @@ from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.registry import Group, group_of, name_of
-from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.checks import (
     check_between,
@@ -30,6 +26,7 @@ from tileweave.parallel.checks import (
 )
 from tileweave.parallel.data_parallel import refuse_ddp
 from tileweave.parallel.fused import FusedLayer, split
+from tileweave.parallel.own_rows import shard_rows
 from tileweave.parallel.plans import (
     COLUMN,
     OWN_HEADS,
@@ -44,6 +41,7 @@ from tileweave.parallel.plans import (
     recognise,
     split_fused,
 )
+from tileweave.parallel.same_numbers import check_numbers
 from tileweave.parallel.saving import save_whole
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
@@ -118,8 +116,9 @@ def parallelize(
         Try each module around sharded layers, with numbers in place of their outputs: whether each
         rank computes its part of the heads or features from that part. Modules that take one tensor
         are tried at once, others in their first call without ``torch.compile``; those that cannot
-        be tried (with a cache, for instance) or that count heads by attributes are not. False: take
-        the word of the caller.
+        be tried (with a cache, for instance) or that count heads by attributes are not. Also refuse
+        hooks that change features or rows of one rank, and dropout whose random numbers differ
+        between ranks. False: take the word of the caller.
 
     Returns
     -------
@@ -177,7 +176,8 @@ def parallelize(
         shard_lora(model.get_submodule(path), over, src_data_rank)
     for path, watched in tried.items():
         watch(model.get_submodule(path), watched)
-    rows = _own_rows(model, outer, name, sequence_dim) if sequence_parallel else []
+    inner = {block.path for block in blocks} | tried.keys()
+    rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
     known: dict[nn.Parameter, nn.Parameter] = {}
     for part in rows:  # all that is not sharded sees own rows, or own heads
         make_replicated(part, over, True, known, src_data_rank)
@@ -187,6 +187,8 @@ def parallelize(
                 make_replicated(part, over, True, known, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
     plain_in_parents(model)
+    if check and not sequence_parallel:
+        check_numbers(model, name)
     save_whole(model)
     refuse_ddp(model)
     return model
@@ -307,37 +309,3 @@ def _all_planned(path: str, module: nn.Module, paths: list[str]) -> bool:
     embedding, blocks and norm, as in nanoGPT."""
     children = [f"{path}.{name}." for name, _ in module.named_children()]
     return all(any(p.startswith(child) for p in paths) for child in children)
-
-
-def _own_rows(
-    model: nn.Module, outer: list[list[tuple[str, nn.Module]]], group_name: str, dim: int
-) -> list[nn.Module]:
-    """Shard rows where the blocks of a list begin, and gather them where it ends. Return the
-    modules whose activations have this rank's rows."""
-    if not outer:
-        return [model]
-    for blocks in outer:
-        begin, end = (partial(f, dim=dim, group_name=group_name) for f in (_begin, _end))
-        blocks[0][1].register_forward_pre_hook(begin, with_kwargs=True)
-        blocks[-1][1].register_forward_hook(end)
-    return [block for blocks in outer for _, block in blocks]
-
-
-def _begin(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    dim: int,
-    group_name: str,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (own_part(args[0], dim, group_name), *args[1:]), kwargs
-    key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, key: own_part(kwargs[key], dim, group_name)}
-
-
-def _end(module: nn.Module, args: tuple[Any, ...], y: Any, *, dim: int, group_name: str) -> Any:
-    if isinstance(y, torch.Tensor):
-        return gather_parts(y, dim, group_name)
-    return (gather_parts(y[0], dim, group_name), *y[1:])

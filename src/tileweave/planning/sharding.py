@@ -30,9 +30,9 @@ class EmbeddingLayout:
 
     Attributes
     ----------
-    columns
+    columns : tuple of tuple of int
         ``columns[rank][i]`` is the first column of the i-th local table (or part) of ``rank``.
-    dims
+    dims : tuple of tuple of int
         ``dims[rank][i]`` is the number of its columns.
     """
 
@@ -45,7 +45,7 @@ class EmbeddingLayout:
 
         Parameters
         ----------
-        dims
+        dims : sequence of sequence of int
             ``dims[rank][i]`` is the number of columns of the i-th local table of ``rank``.
         """
         columns, at = [], 0
@@ -223,15 +223,15 @@ class TableSpec:
 
     Attributes
     ----------
-    name
+    name : str
         name of the table, for messages.
-    rows
+    rows : int
         number of embeddings.
-    dim
+    dim : int
         number of columns.
-    pooling
+    pooling : float
         rows that a feature of a sample reads from it, on average.
-    features
+    features : int
         how many features of a sample are looked up in it. There is one copy of the table, and the
         gradients of all its features add up in it.
     """
@@ -263,6 +263,20 @@ class ShardingPlan:
 
     ``shards`` are in rank order, and within a rank by bytes read, most first. Gradients are sent
     and summed in that order, so tables with many lookups are summed while others still arrive.
+
+    Attributes
+    ----------
+    tables : tuple of TableSpec
+        as they were given.
+
+    shards : tuple of Shard
+        table, rank, first column and number of columns of each.
+
+    world_size : int
+        number of ranks.
+
+    itemsize : int
+        bytes of an element.
     """
 
     tables: tuple[TableSpec, ...]
@@ -271,6 +285,7 @@ class ShardingPlan:
     itemsize: int
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
+        """The shards that ``rank`` owns."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def layout(self) -> EmbeddingLayout:
@@ -358,14 +373,19 @@ def plan_sharding(
 
     Parameters
     ----------
-    tables
+    tables : sequence of TableSpec
         the tables, in the order of their columns in the result.
-    world_size
+    world_size : int
         number of ranks.
-    itemsize
+    itemsize : int
         bytes of an element.
-    memory
+    memory : int, optional
         bytes that each rank has for tables; None: no limit.
+
+    Returns
+    -------
+    ShardingPlan
+        Which rank owns which tables, or which columns of them; the same on every rank.
 
     Raises
     ------

@@ -410,4 +410,9 @@ def _joined(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def _duration(ns: float) -> str:
-    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e3:.3g} us"
+    return f"{three_digits(ns / 1e6)} ms" if ns >= 1e6 else f"{three_digits(ns / 1e3)} us"
+
+
+def three_digits(value: float) -> str:
+    """Three digits that count, without an exponent: 1.12e+03 is hard to read."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -64,11 +64,11 @@ class SignalLayout:
 EPOCH = 0  # number of this call
 LEAVERS = 1  # programs that have left this call
 FAULT = 2  # 1 once a wait has timed out
-# Limits of waits in microseconds. For data: the time-out and an eighth; 0 after a fault, so that a
-# call with many waits ends. For meetings: the time-out; it runs out first, so that the report names
-# the rank that is late, and not one that waits for it, too. For own copies: twice the time-out,
-# since they may begin only when the meeting has timed out, and a kernel must not end before they
-# have.
+# Limits of waits in microseconds. For data: the time-out and an eighth; 0 after a fault of any
+# instance of the group, so that a call with many waits ends, and so do calls queued after it. For
+# meetings: the time-out; it runs out first, so that the report names the rank that is late, and not
+# one that waits for it, too. For own copies: twice the time-out, since they may begin only when the
+# meeting has timed out, and a kernel must not end before they have.
 TIMEOUT_US = 3
 MEETING_US = 4
 PUSHED_US = 5
@@ -82,16 +82,23 @@ NUM_TABLES = 2
 # The address (int64) of the record of what programs did; 0: nothing is recorded. Only kernels that
 # are compiled with TILEWEAVE_STAMPS=1 look at it.
 RECORD = TABLES + 2 * NUM_TABLES
-CONTROL_WORDS = RECORD + 2
+# The address (int64) of the next control block of the group's list, 0 after the last one; that of
+# the list's head, of which only FAULT and NEXT are used; the number of this block, for the report.
+# See ``shared_fault.py``.
+NEXT = RECORD + 2
+GROUP = NEXT + 2
+MEMBER = GROUP + 2
+CONTROL_WORDS = MEMBER + 2
 
 LATE = (
     1 << 20
 )  # more than any number of programs: what the first time-out of a call adds to LEAVERS
 GONE = 1 << 30  # added to the epoch that a rank meets with once it has given a call up
 
-# --- The report of a fault: int32, in memory that the host can read while kernels run ---
+# --- The report of a group's first fault: int32, in memory that the host can read meanwhile ---
 
 REPORT_SET, REPORT_SIGNAL, REPORT_UNIT, REPORT_EXPECTED, REPORT_SEEN = 0, 1, 2, 3, 4
+REPORT_MEMBER = 5  # which control block
 REPORT_WORDS = 8
 
 # --- The record: int64 words in local memory. How many entries were written, how many fit, and then

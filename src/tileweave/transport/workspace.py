@@ -7,7 +7,6 @@ block whose first word is the epoch. An operator has one per transport, so that 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ from tileweave.transport import protocol
 from tileweave.transport.call_ledger import Ledger
 from tileweave.transport.interface import Copy
 from tileweave.transport.regions import Regions
+from tileweave.transport.shared_fault import SharedFault
 
 if TYPE_CHECKING:
     from tileweave.planning.problem import Plan
@@ -107,7 +107,8 @@ class Instance:
         of this rank, else 0.
     signal_table, slot_table : int64 ``[R]``, where the signals and slots of each rank are mapped.
     control : int32, local: the control block, see ``interface.py``.
-    report : int32, readable by the host while kernels run: the first wait that timed out.
+    report : int32, readable by the host while kernels run: the first wait of the group that timed
+        out.
     regions : which slots are lent as results; used only by operators that lend them.
     counters : int32, local, initially zero: what programs of this device count and copy engines
         wait for. The kernel of the operator defines their meaning and resets them; some kernels
@@ -120,7 +121,12 @@ class Instance:
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
     def __init__(
-        self, op: str, transport: Transport, ledger: Ledger | None = None, copied: bool = False
+        self,
+        op: str,
+        transport: Transport,
+        ledger: Ledger | None = None,
+        copied: bool = False,
+        fault: SharedFault | None = None,
     ) -> None:
         self.op, self.transport, self.ledger, self._copied = (
             op,
@@ -139,13 +145,10 @@ class Instance:
         )
         self.signal_table = self._table(self._signals)
         self._lead_home()
-        self.report = transport.host_visible(protocol.REPORT_WORDS)
-        # ctypes, because numpy may not be installed
-        self._report = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
-        self.seconds = timeout_seconds()
-        self.control = torch.tensor(
-            first_words(self.seconds), dtype=torch.int32, device=transport.device
-        )
+        self._fault = fault or SharedFault(transport)
+        self.report, self._report = self._fault.report, self._fault.words
+        seconds = timeout_seconds()
+        self.control = self._fault.control_block(op, seconds, first_words(seconds))
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
         self._scratch: torch.Tensor | None = None
@@ -325,8 +328,8 @@ class Instance:
             )
 
     def begin(self, mark: int = 0, region: int | None = None) -> bool:
-        """Begin a call: report an earlier timeout, and order this call after the last one on this
-        device. Returns whether the call is being captured into a CUDA graph.
+        """Begin a call: report an earlier timeout of the group, and order this call after the last
+        one on this device. Returns whether the call is being captured into a CUDA graph.
 
         mark : a checksum of the call, which is compared with those of peers; 0: not compared.
         region : the region of its result, if it has one.
@@ -358,21 +361,22 @@ class Instance:
             self.check()
 
     def check(self) -> None:
-        """Raise :class:`PeerTimeout` if a wait of an earlier call timed out, or the
+        """Raise :class:`PeerTimeout` if a wait of an earlier call of the group timed out, or the
         :class:`RankMismatchError` that caused it."""
         if not self._report[protocol.REPORT_SET]:
             return
         self.ledger.compare(self.op)  # the peer may have made another call
         rank, signal = self.transport.rank, int(self._report[protocol.REPORT_SIGNAL])
         peer = self.layout.source_of(signal)
+        op, seconds = self._fault.reporter
         raise PeerTimeout(
-            self.op,
+            op,
             rank,
             peer if peer < self.world_size else -1,  # own copies: the late peer is not known
             int(self._report[protocol.REPORT_UNIT]),
             int(self._report[protocol.REPORT_EXPECTED]),
             int(self._report[protocol.REPORT_SEEN]),
-            self.seconds,
+            seconds,
         )
 
     @property
@@ -387,6 +391,7 @@ class Workspace:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.ledger = Ledger()
+        self._fault: SharedFault | None = None
         self.instances: dict[tuple[str, str], Instance] = {}
         # the plans of calls whose arguments were checked, by signature
         self.accepted: dict[object, Plan] = BoundedCache()
@@ -403,8 +408,10 @@ class Workspace:
                     "after the workspace exists; "
                     "remedy: call tw.warmup(...) before, with each shape that will be captured"
                 )
+            if self._fault is None:
+                self._fault = SharedFault(self.transport)
             found = self.instances[op, kind] = Instance(
-                op, self.transport, self.ledger, kind in COPIED
+                op, self.transport, self.ledger, kind in COPIED, self._fault
             )
         return found
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import triton.language as tl
@@ -185,20 +185,34 @@ def wait_here(
 
 
 def _expire(report: int, control: int, signal: int, unit: int, expected: int, seen: int) -> None:
-    words = {
-        protocol.REPORT_SIGNAL: signal,
-        protocol.REPORT_UNIT: unit,
-        protocol.REPORT_EXPECTED: expected,
-        protocol.REPORT_SEEN: seen,
-    }
-    for word, value in words.items():
-        MEMORY.store(report + 4 * word, value)
-    MEMORY.store(report + 4 * protocol.REPORT_SET, 1)
-    MEMORY.store(control + 4 * protocol.FAULT, 1)
-    MEMORY.add(control + 4 * protocol.LEAVERS, protocol.LATE)
-    MEMORY.store(control + 4 * protocol.TIMEOUT_US, 0)
-    MEMORY.store(control + 4 * protocol.MEETING_US, 0)
+    """As ``signal.expire``; then it raises, where a kernel on a GPU goes on."""
+    if not MEMORY.load(control + 4 * protocol.FAULT):
+        MEMORY.store(control + 4 * protocol.FAULT, 1)
+        MEMORY.add(control + 4 * protocol.LEAVERS, protocol.LATE)
+        head = ctypes.c_int64.from_address(control + 4 * protocol.GROUP).value
+        if not MEMORY.load(head + 4 * protocol.FAULT):
+            MEMORY.store(head + 4 * protocol.FAULT, 1)
+            words = {
+                protocol.REPORT_SIGNAL: signal,
+                protocol.REPORT_UNIT: unit,
+                protocol.REPORT_EXPECTED: expected,
+                protocol.REPORT_SEEN: seen,
+                protocol.REPORT_MEMBER: MEMORY.load(control + 4 * protocol.MEMBER),
+            }
+            for word, value in words.items():
+                MEMORY.store(report + 4 * word, value)
+            MEMORY.store(report + 4 * protocol.REPORT_SET, 1)
+            for block in blocks_after(head):
+                MEMORY.store(block + 4 * protocol.TIMEOUT_US, 0)
+                MEMORY.store(block + 4 * protocol.MEETING_US, 0)
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
+
+
+def blocks_after(head: int) -> Iterator[int]:
+    """The control blocks of the group's list."""
+    block = head
+    while block := ctypes.c_int64.from_address(block + 4 * protocol.NEXT).value:
+        yield block
 
 
 def pause() -> None:

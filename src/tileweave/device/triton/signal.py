@@ -40,8 +40,9 @@ Which function to use when:
 The *control block* and the *report* are described in ``transport/protocol.py``.
 
 Every wait is bounded. One that times out writes the report, sets ``fault`` and sets the limits for
-data and meetings to zero, so that waits for other ranks return at once. The kernel ends, its
-results are NaN, and the host raises ``PeerTimeout``.
+data and meetings to zero, for every instance of the group (``transport/shared_fault.py``), so that
+waits for other ranks return at once. The kernel ends, its results are NaN, and the host raises
+``PeerTimeout``.
 
 Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by
 a CTA barrier, so ``notify`` has its own.
@@ -76,6 +77,10 @@ REPORT_SIGNAL = tl.constexpr(protocol.REPORT_SIGNAL)
 REPORT_UNIT = tl.constexpr(protocol.REPORT_UNIT)
 REPORT_EXPECTED = tl.constexpr(protocol.REPORT_EXPECTED)
 REPORT_SEEN = tl.constexpr(protocol.REPORT_SEEN)
+REPORT_MEMBER = tl.constexpr(protocol.REPORT_MEMBER)
+NEXT = tl.constexpr(protocol.NEXT)
+GROUP = tl.constexpr(protocol.GROUP)
+MEMBER = tl.constexpr(protocol.MEMBER)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -218,20 +223,44 @@ def poison(target, size, BLOCK: tl.constexpr):
 # $1: control + FAULT; $2: report; $3 to $6: signal, unit, epochs expected and seen. FAULT is set
 # first, then two limits to a 0 computed from what it was: a wait that stops for such a limit finds
 # FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read
-# FAULT already.
-_WORDS = {"leavers": protocol.LEAVERS, "data": protocol.TIMEOUT_US, "meeting": protocol.MEETING_US}
+# FAULT already. In the same way the group's FAULT is set before the limits of other instances.
+_WORDS = {
+    "leavers": protocol.LEAVERS,
+    "data": protocol.TIMEOUT_US,
+    "meeting": protocol.MEETING_US,
+    "next": protocol.NEXT,
+    "group": protocol.GROUP,
+    "member": protocol.MEMBER,
+}
 _FROM_FAULT = {name: 4 * (word - protocol.FAULT) for name, word in _WORDS.items()}
 EXPIRE = tl.constexpr(f"""{{
-    .reg .pred first;
-    .reg .b32 fault;
+    .reg .pred first, ended;
+    .reg .b32 fault, told, member;
+    .reg .b64 block;
     atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
     setp.eq.s32 first, fault, 0;
-    @first red.relaxed.gpu.global.add.s32 [$1+{_FROM_FAULT["leavers"]}], {protocol.LATE};
-    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SIGNAL}], $3;
-    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_UNIT}], $4;
-    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_EXPECTED}], $5;
-    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SEEN}], $6;
-    @first st.release.sys.global.b32 [$2], 1;
+    @!first bra over;
+    red.relaxed.gpu.global.add.s32 [$1+{_FROM_FAULT["leavers"]}], {protocol.LATE};
+    ld.relaxed.gpu.global.b64 block, [$1+{_FROM_FAULT["group"]}];
+    atom.relaxed.gpu.global.exch.b32 told, [block+{4 * protocol.FAULT}], 1;
+    setp.ne.s32 ended, told, 0;
+    @ended bra over;
+    ld.relaxed.gpu.global.b32 member, [$1+{_FROM_FAULT["member"]}];
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SIGNAL}], $3;
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_UNIT}], $4;
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_EXPECTED}], $5;
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SEEN}], $6;
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_MEMBER}], member;
+    st.release.sys.global.b32 [$2], 1;
+    shr.u32 told, told, 1;
+walk:
+    ld.relaxed.gpu.global.b64 block, [block+{4 * protocol.NEXT}];
+    setp.eq.s64 ended, block, 0;
+    @ended bra over;
+    st.relaxed.gpu.global.b32 [block+{4 * protocol.TIMEOUT_US}], told;
+    st.relaxed.gpu.global.b32 [block+{4 * protocol.MEETING_US}], told;
+    bra walk;
+over:
     shr.u32 $0, fault, 1;
     st.global.b32 [$1+{_FROM_FAULT["data"]}], $0;
     st.global.b32 [$1+{_FROM_FAULT["meeting"]}], $0;
@@ -239,9 +268,15 @@ EXPIRE = tl.constexpr(f"""{{
 
 
 @triton.jit
+def _block_at(word):
+    """The control block whose address (int64) is at ``word``, as an address."""
+    return tl.load(word.to(tl.pointer_type(tl.int64), bitcast=True))
+
+
+@triton.jit
 def expire(control, report, signal, unit, expected, seen):
-    """Report a wait that timed out, the first one only, and let later ones pass (but for
-    ``PUSHED_US``).
+    """Report a wait that timed out, the first one of the group only, and let later ones of all its
+    instances pass (but for ``PUSHED_US``).
 
     Each thread by itself and without a barrier: warps poll one by one, so what is late for one may
     have come for the next.
@@ -249,12 +284,21 @@ def expire(control, report, signal, unit, expected, seen):
     if is_hip():
         if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
             tl.atomic_add(control + LEAVERS, LATE, sem="relaxed", scope="gpu")
-            tl.store(report + REPORT_SIGNAL, signal)
-            tl.store(report + REPORT_UNIT, unit)
-            tl.store(report + REPORT_EXPECTED, expected)
-            tl.store(report + REPORT_SEEN, seen)
-            tl.debug_barrier()
-            tl.atomic_xchg(report, 1, sem="release", scope="sys")
+            group = _block_at(control + GROUP).to(tl.pointer_type(tl.int32), bitcast=True)
+            if tl.atomic_xchg(group + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+                tl.store(report + REPORT_SIGNAL, signal)
+                tl.store(report + REPORT_UNIT, unit)
+                tl.store(report + REPORT_EXPECTED, expected)
+                tl.store(report + REPORT_SEEN, seen)
+                tl.store(report + REPORT_MEMBER, tl.load(control + MEMBER))
+                tl.debug_barrier()
+                tl.atomic_xchg(report, 1, sem="release", scope="sys")
+                address = _block_at(group + NEXT)
+                while address != 0:
+                    block = address.to(tl.pointer_type(tl.int32), bitcast=True)
+                    tl.store(block + TIMEOUT_US, 0)
+                    tl.store(block + MEETING_US, 0)
+                    address = _block_at(block + NEXT)
         tl.store(control + TIMEOUT_US, 0)
         tl.store(control + MEETING_US, 0)
     else:

@@ -15,7 +15,6 @@ of a rail that make different calls raise :class:`RankMismatchError`.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from tileweave.transport import protocol
 from tileweave.transport.interface import Spanning
 from tileweave.transport.nvshmem import Heap, device_library, initialise_module
 from tileweave.transport.rail import StreamOfRail
+from tileweave.transport.shared_fault import SharedFault
 from tileweave.transport.torch_collectives import agree_on_memory
 from tileweave.transport.workspace import first_words, timeout_seconds
 
@@ -109,11 +109,9 @@ class NvshmemRail(StreamOfRail):
         every = tuple(range(transport.world_size))
         self._all = self._rail if self._ranks == every else Pairs(transport, self._heap, every)
         self._seconds = timeout_seconds()
-        words = first_words(self._seconds)
-        self._control = torch.tensor(words, dtype=torch.int32, device=transport.device)
-        self._report = transport.host_visible(protocol.REPORT_WORDS)
-        # ctypes, because numpy may not be installed
-        self._words = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self._report.data_ptr())
+        fault = SharedFault(transport)
+        self._control = fault.control_block(_OP, self._seconds, first_words(self._seconds))
+        self._report, self._words = fault.report, fault.words
         self._call = self._transfers = 0
         self._library = "" if self._interpreted else device_library()
         for kernel in (kernels.put_kernel, kernels.take_kernel):

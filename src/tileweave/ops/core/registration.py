@@ -140,9 +140,12 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     op : str
         Name of an operator, one of ``tileweave.OPERATORS``.
 
-    *args, **kwargs
+    *args : Any
         Arguments as the operator takes them. ``topk_ids`` may be replaced by a number: how many
         experts each token has.
+
+    **kwargs : Any
+        The same, by name.
 
     Returns
     -------
@@ -180,7 +183,7 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
     op : str
         Name of an operator, one of ``tileweave.OPERATORS``.
 
-    *args
+    *args : int, range or tensor
         Sizes or tensors of this rank; they depend on the operator:
 
         all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce:

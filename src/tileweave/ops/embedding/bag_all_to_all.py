@@ -212,8 +212,23 @@ def embedding_bag(
     offsets : [T * B + 1], int32 or int64
         Where each bag begins in ``indices``, and N at the end (``include_last_offset`` in torch).
 
-    mode, per_sample_weights, out_dtype, gradient, optimizer, out
-        As in :func:`embedding_bag_all_to_all`.
+    mode : str
+        As in :func:`embedding_bag_all_to_all`, as are the next five.
+
+    per_sample_weights : tensor, optional
+        Weights of the indices.
+
+    out_dtype : torch.dtype, optional
+        Dtype of the result.
+
+    gradient : str
+        Kind of the gradients of tables.
+
+    optimizer : FusedOptimizer, optional
+        The step that backward takes in place.
+
+    out : tensor, optional
+        Written to and returned.
 
     columns : sequence of int, optional
         First column of each table in the result. None: tables in order.

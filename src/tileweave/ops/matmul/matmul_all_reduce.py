@@ -145,12 +145,14 @@ def matmul_all_reduce(
         contiguous; on a GPU one matmul adds its float32 sums. For Megatron-LM's
         ``gradient_accumulation_fusion``.
 
-    x_scale, w_scale : float32 tensors, optional
-        For FP8 operands: x and w are float8_e4m3fn, and represent data times scale. One element
-        each, for whole tensors; or [..., 1] and [1, N], for rows of x and columns of the
-        result; or [..., ceil(k/128)] and [ceil(N/128), ceil(k/128)], for 128 elements of
-        a row of x and 128 x 128 of w. ``tileweave.quantize`` makes them. N and k are multiples
-        of 16. No gradients.
+    x_scale : float32 tensor, optional
+        For FP8 operands: x is float8_e4m3fn, and represents data times scale. One element, for the
+        whole tensor; [..., 1], for rows of x; or [..., ceil(k/128)], for 128 elements of a row.
+        ``tileweave.quantize`` makes it. k is a multiple of 16. No gradients.
+
+    w_scale : float32 tensor, optional
+        The same of w, for FP8 operands. One element; [1, N], for columns of the result; or
+        [ceil(N/128), ceil(k/128)], for 128 x 128 elements of w. N is a multiple of 16.
 
     quantize : str, optional
         ``"row"`` or ``"block"``: x has 16 or 32 bits, w is FP8: x is quantised, once per row, with

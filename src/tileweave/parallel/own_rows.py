@@ -1,0 +1,110 @@
+"""The sequence-parallel form between the blocks of a model: each rank has its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tileweave.errors import InputError, require
+from tileweave.ops.core.registry import group_of
+from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+class OwnRows:
+    """The hooks of the first and the last block of a list. A copy of the model has its own, with
+    the copied modules.
+
+    Parameters
+    ----------
+    blocks : list of (path, module)
+        The first one takes this rank's rows of its input, the output of the last one is gathered.
+
+    watched : list of (path, module)
+        Modules that see own rows, whose hooks must only read.
+    """
+
+    def __init__(self, blocks: Blocks, watched: Blocks, group_name: str, dim: int) -> None:
+        self.path, first = blocks[0]
+        self.watched, self.group_name, self.dim = watched, group_name, dim
+        # before other hooks: the first block may gather its input again
+        first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        blocks[-1][1].register_forward_hook(self.end)
+
+    def begin(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not torch.compiler.is_compiling():
+            for path, module in self.watched:
+                if has_hooks(module):
+                    guard_hooks(module, path, EVERY, "the rows of one rank")
+        if args:
+            return (self._own(args[0]), *args[1:]), kwargs
+        key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, key: self._own(kwargs[key])}
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        size = dist.get_world_size(group_of(self.group_name))
+        if x.shape[self.dim] % size:
+            raise InputError(
+                f"asked: {self.path} of x {tuple(x.shape)}, whose rows (dimension {self.dim}) are "
+                f"sharded over {size} ranks; allowed: a multiple of {size}; remedy: pad the "
+                "sequence; for calls with few rows, as those of generate, pass "
+                "sequence_parallel=False to tileweave.parallelize"
+            )
+        return own_part(x, self.dim, self.group_name)
+
+    def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+        if isinstance(y, torch.Tensor):
+            return gather_parts(y, self.dim, self.group_name)
+        return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
+
+
+def shard_rows(
+    model: nn.Module, outer: list[Blocks], inner: set[str], group_name: str, dim: int, check: bool
+) -> list[nn.Module]:
+    """Shard rows where the blocks of a list begin, and gather them where it ends. Return the
+    modules whose activations have this rank's rows.
+
+    Parameters
+    ----------
+    outer : list of lists of (path, module)
+        The blocks of each list. Empty: the model takes and returns this rank's rows.
+
+    inner : set of str
+        Paths of the modules around sharded layers: modules in them see other parts.
+
+    check : bool
+        Hooks that users register must not change rows of one rank.
+    """
+    inside = tuple(f"{path}." if path else "" for path in inner)
+    for blocks in outer:
+        watched = [
+            (name, part)
+            for path, block in blocks
+            for name, part in block.named_modules(prefix=path)
+            if check and not name.startswith(inside) and any(True for _ in part.parameters())
+        ]
+        OwnRows(blocks, watched, group_name, dim)
+    for part in model.modules():
+        if hasattr(type(part), "_can_record_outputs"):  # a model of transformers
+            part.register_forward_pre_hook(_refuse_states, with_kwargs=True)
+    return [block for blocks in outer for _, block in blocks] or [model]
+
+
+def _refuse_states(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """transformers records the output of each block, which is this rank's rows."""
+    asked = kwargs.get("output_hidden_states")
+    if asked is None:
+        asked = getattr(module.config, "output_hidden_states", False)
+    require(
+        not asked,
+        f"output_hidden_states of {type(module).__name__} with sequence_parallel=True",
+        "its logits or last hidden state: other states have the rows of one rank",
+        "pass sequence_parallel=False to tileweave.parallelize",
+    )
