@@ -17,6 +17,7 @@ from tests.support.worlds import Member, World, Worlds
 import tileweave as tw
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.planning import choices
 from tileweave.planning.problem import MatmulConfig
 
 PATH = "fused" if has_kernel(RS) else "unfused"
@@ -259,6 +260,27 @@ def test_by_shards(worlds: Worlds, size: int) -> None:
     ]
     worlds("gloo", size).run(parity.parity, cases, BY_SHARDS)
     worlds("gloo", size).run(parity.many_calls, cases[:1], BY_SHARDS, 12, 0.004)
+
+
+def in_kept_memory(me: Member, config: MatmulConfig) -> list[float]:
+    """Calls of a size after inference_mode, and after a larger size, store in the memory of the
+    first one."""
+    w, found = torch.ones(24, 8), []
+    with choices.forced(RS, config):
+        with torch.inference_mode():
+            tw.matmul_reduce_scatter(torch.ones(32 * me.world_size, 8), w)
+        for rows in (32, 80, 32):
+            x = torch.arange(float(rows * me.world_size)).view(-1, 1).expand(-1, 8).contiguous()
+            y = tw.matmul_reduce_scatter(x, w)
+            want = x.chunk(me.world_size)[me.rank][:, :1] * 8 * me.world_size
+            found.append((y - want).abs().max().item())
+    return found
+
+
+@fused
+@pytest.mark.parametrize("config", [BY_SHARDS, replace(BY_SHARDS, kernel="triton")], ids=str)
+def test_staging_is_kept(worlds: Worlds, config: MatmulConfig) -> None:
+    assert worlds("gloo", 2).run(in_kept_memory, config) == [[0.0] * 3] * 2
 
 
 @fused

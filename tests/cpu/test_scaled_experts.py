@@ -161,6 +161,23 @@ def test_what_does_not_fit_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 2).run(refusals)
 
 
+def no_tokens_on_one_rank(me: Member) -> bool:
+    """Every second column of x: copied where there are tokens."""
+    tokens = 2 * (1 - me.rank)
+    x = torch.ones(tokens, 64, dtype=torch.bfloat16)[:, ::2]
+    w, scale = tw.quantize(torch.ones(16, 32), "tile")
+    ids = torch.ones(tokens, 1, dtype=torch.int32)
+    y, plan = tw.dispatch_grouped_matmul(
+        x, w[None], ids, max_tokens=2, w_scale=scale[None], quantize="block"
+    )
+    routed = y[: int(plan.offsets[-1])]
+    return routed.shape[0] == 2 * me.rank and bool((routed == 32).all())
+
+
+def test_a_rank_without_tokens_has_any_strides(worlds: Worlds) -> None:
+    assert worlds("gloo", 2).run(no_tokens_on_one_rank) == [True, True]
+
+
 def alone(me: Member) -> list[int]:
     """How often a public call of each operator checks its operands; and that the torch operators,
     called without it, check them."""

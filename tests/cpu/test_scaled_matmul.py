@@ -274,7 +274,8 @@ def refusals(me: Member) -> None:
         ((x, w), right | {"out_dtype": torch.float32}, "out_dtype"),
         ((x, w), right | {"bias": torch.zeros(32)}, "that of the result"),
         ((wide, torch.zeros(32, 72).to(FP8)), right, "multiples of 16"),
-        ((x.bfloat16(), w), {"w_scale": w_scale, "quantize": "col"}, "quantize"),
+        ((x.bfloat16(), w), {"w_scale": w_scale, "quantize": "col"}, "'row', 'block', 'rowwise'"),
+        ((x, w), {}, "pass x_scale"),
         ((x, w.t().contiguous().t()), right, "along K"),
     ]
     for op in (AG, RS, AR):

@@ -9,7 +9,6 @@ would call, and records the same gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -105,7 +104,10 @@ def _with_elements(values: tuple[Any, ...]) -> list[Any]:
     return [each for value in values for each in (value if type(value) is list else (value,))]
 
 
-@cache
+_OPERATORS: dict[str, Operator] = {}
+
+
 def operator(name: str) -> Operator:
     """The operator ``torch.ops.tileweave.<name>``; ``<name>.out`` is a form of its own."""
-    return Operator(name)
+    # not functools.cache, about which torch.compile warns
+    return _OPERATORS.get(name) or _OPERATORS.setdefault(name, Operator(name))

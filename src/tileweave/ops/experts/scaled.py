@@ -211,8 +211,10 @@ def check_scaled_experts(
         f"N and K that are multiples of {ALIGN}, which tensor cores need",
         "pad experts with zeros",
     )
+    # no rows are contiguous, whatever their strides
+    in_rows = rows.stride(1) == 1 or depth <= 1 or rows.numel() == 0
     require(
-        experts.is_contiguous() and (rows.stride(1) == 1 or depth <= 1),
+        experts.is_contiguous() and in_rows,
         lambda: (
             f"{name} with strides {rows.stride()}, experts with strides {experts.stride()} of "
             "float8_e4m3fn"

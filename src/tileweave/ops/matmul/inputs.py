@@ -126,7 +126,10 @@ def check_tensors(
     def devices() -> str:
         return ", ".join(str(t.device) for t in tensors)
 
-    require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
+    remedy = "convert x and w"
+    if x.dtype == torch.float8_e4m3fn:
+        remedy += ", or pass x_scale= and w_scale= to an operator that takes them"
+    require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", remedy)
     require(
         all(t.dtype == x.dtype for t in tensors),
         dtypes,

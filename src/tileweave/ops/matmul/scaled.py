@@ -326,6 +326,12 @@ def check_scaled(
         return f"x {x.dtype}, w {w.dtype}, quantize={quantize or None!r}"
 
     require(
+        quantize in ("", "row", "block"),
+        f"quantize={quantize!r}",
+        ", ".join(map(repr, ("row", "block", *RECIPES))),
+        "pass one of these, or nothing with x_scale",
+    )
+    require(
         w.dtype == FP8 and (x.dtype == FP8) == (not quantize),
         dtypes,
         "x and w float8_e4m3fn, or x of 16 or 32 bits with quantize=",
@@ -342,12 +348,6 @@ def check_scaled(
         f"x_scale with quantize={quantize!r}",
         "one of them",
         "drop x_scale: the call makes the scale of x",
-    )
-    require(
-        quantize in ("", "row", "block"),
-        f"quantize={quantize!r}",
-        "'row', 'block' or None",
-        "pass one of these",
     )
     require(
         quantize == "" or x.dtype in (torch.bfloat16, torch.float16, torch.float32),
