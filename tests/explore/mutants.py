@@ -323,28 +323,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "range(index, index + max(number - 1, 1))",
         AG + "sm",
     ),
-    Mutant(
-        "a time-out ends the waits of its own instance only",
-        WORDS,
-        "in blocks_after(head):",
-        "in [control]:",
-        "local/waits$",
-    ),
-    Mutant(
-        "every instance whose wait was ended reports",
-        WORDS,
-        "if not MEMORY.load(head + 4 * protocol.FAULT):",
-        "if True:",
-        "local/waits$",
-    ),
-    Mutant(
-        "a new instance drops those before it from the list",
-        "transport/shared_fault.py",
-        "block[protocol.MEMBER] = len(self._members)",
-        "block[protocol.NEXT : protocol.NEXT + 2] = 0\n"
-        "        block[protocol.MEMBER] = len(self._members)",
-        "local/waits$",
-    ),
     Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
     Mutant(
         "the count of programs is not reset",
