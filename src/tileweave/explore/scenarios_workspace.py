@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -129,7 +130,9 @@ def limits(world: World, rank: int, seed: int) -> Found:
 
 def growth(world: World, rank: int, seed: int) -> Found:
     transport: Any = Noting()
+    workspace.CALL.posted = True
     one = Instance("op", transport, None, copied=bool(seed % 2))
+    yield equal("posted", workspace.CALL.posted, False)
     signals = 4 * protocol.SignalLayout(3).num_words
     yield equal("begin", transport.since(), [f"allocate {signals}"])
     yield equal("signals", one.signals.numel(), protocol.SignalLayout(3).num_signals)
@@ -241,6 +244,9 @@ def calls(world: World, rank: int, seed: int) -> Found:
     yield equal("posted", (ledger.posts, workspace.CALL.posted), (["op 5"], True))
     one.begin()
     yield equal("not compared", ledger.posts, ["op 5"])
+    with mock.patch.object(Pages, "post", side_effect=InputError):
+        yield equal("refused", raised(InputError, lambda: one.begin(5)), True)
+    yield equal("not posted", workspace.CALL.posted, False)
     transport.captures = True
     one.begin(5)
     yield equal("after a capture", ledger.posts, ["op 5", "op 6"])
@@ -276,6 +282,8 @@ def calls(world: World, rank: int, seed: int) -> Found:
     begun.instance("a", "sm")
     begun.instance("a", "sm").report[protocol.REPORT_SET] = 1
     yield equal("checked", raised(PeerTimeout, begun.check), True)
+    other = begun.instance("a", workspace.NODES)
+    yield equal("of the group", raised(PeerTimeout, other.begin), True)
     begun.instance("a", "sm").report.zero_()
     begun.check()
 
