@@ -42,6 +42,7 @@ from tests.explore.mutants_gather import MUTANTS as GATHERS
 from tests.explore.mutants_nodes import MUTANTS as NODES
 from tests.explore.mutants_over_nodes import MUTANTS as OVER_NODES
 from tests.explore.mutants_scaled import MUTANTS as SCALED
+from tests.explore.mutants_time_outs import MUTANTS as TIME_OUTS
 
 MUTANTS = (
     *MATMULS,
@@ -56,6 +57,7 @@ MUTANTS = (
     *EXPERTS_OVER_NODES,
     *EMBEDDING_OVER_NODES,
     *SCALED,
+    *TIME_OUTS,
 )
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -129,7 +130,9 @@ def limits(world: World, rank: int, seed: int) -> Found:
 
 def growth(world: World, rank: int, seed: int) -> Found:
     transport: Any = Noting()
+    workspace.CALL.posted = True
     one = Instance("op", transport, None, copied=bool(seed % 2))
+    yield equal("posted", workspace.CALL.posted, False)
     signals = 4 * protocol.SignalLayout(3).num_words
     yield equal("begin", transport.since(), [f"allocate {signals}"])
     yield equal("signals", one.signals.numel(), protocol.SignalLayout(3).num_signals)
@@ -158,7 +161,7 @@ def growth(world: World, rank: int, seed: int) -> Found:
     yield equal("more slots", (one.slot_bytes, one.num_slots, one.regions.count), (3072, 3, 3))
     transport.since()
     one.cache["made"], cache = 1, one.cache
-    one.reserve(3000, 4)
+    one.reserve(3072, 4, 3)
     yield equal("counters", (one.counters.numel(), one.num_slots), (4, 3))
     yield equal("and nothing else", (transport.since(), cache), (["synchronize"], {}))
     yield equal("the same cache", one.cache is cache, True)
@@ -241,6 +244,9 @@ def calls(world: World, rank: int, seed: int) -> Found:
     yield equal("posted", (ledger.posts, workspace.CALL.posted), (["op 5"], True))
     one.begin()
     yield equal("not compared", ledger.posts, ["op 5"])
+    with mock.patch.object(Pages, "post", side_effect=InputError):
+        yield equal("refused", raised(InputError, lambda: one.begin(5)), True)
+    yield equal("not posted", workspace.CALL.posted, False)
     transport.captures = True
     one.begin(5)
     yield equal("after a capture", ledger.posts, ["op 5", "op 6"])
@@ -276,8 +282,27 @@ def calls(world: World, rank: int, seed: int) -> Found:
     begun.instance("a", "sm")
     begun.instance("a", "sm").report[protocol.REPORT_SET] = 1
     yield equal("checked", raised(PeerTimeout, begun.check), True)
+    other = begun.instance("a", workspace.NODES)
+    yield equal("of the group", raised(PeerTimeout, other.begin), True)
     begun.instance("a", "sm").report.zero_()
     begun.check()
+
+    class Broken:
+        def check(self) -> None:
+            raise PeerTimeout("rail", 0, 1, 2, 3, 4, 5.0)
+
+    rail: Any = Broken()
+    begun.rail = rail
+    yield equal("rail", raised(PeerTimeout, begun.check), True)
+    begun.rail = None
+    far: Any = Noting()
+    far.topology = Topology((0, 1, 1))
+    over = Workspace(far)
+    yield equal("over nodes", raised(InputError, lambda: over.instance("op", "sm")), True)
+    spread = over.instance("op", workspace.NODES)
+    own = spread.signal_addresses[1]
+    table = [own - 4, own, spread.signal_addresses[2]]
+    yield equal("ranks of other nodes", spread.signal_table.tolist(), table)
     begun.accepted["key"] = 1  # type: ignore[assignment]
     transport.since()
     begun.close()
@@ -361,6 +386,7 @@ def registry(world: World, rank: int, seed: int) -> Found:
         yield equal("another group", ours.known("a") is groups[1], True)
     yield equal("its workspaces", [name for name, _ in ours._workspaces], ["b"])
     ours.belongs("b", groups[2])
+    ours.get(f"b{workspace.PART}inside", CPU_DEVICE, make)
     ours.close("b")
     yield equal("closed", (ours._workspaces, [*ours._groups]), ({}, ["a"]))
     yield equal("forgotten", (ours.broken_off("b"), len(ours._accepted)), ("", 1))

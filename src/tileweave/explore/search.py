@@ -23,6 +23,7 @@ from tileweave.explore.scenarios_maps import SCENARIOS as MAPS
 from tileweave.explore.scenarios_nodes import SCENARIOS as NODES
 from tileweave.explore.scenarios_rail import SCENARIOS as RAIL
 from tileweave.explore.scenarios_scaled import SCENARIOS as SCALED
+from tileweave.explore.scenarios_words import SCENARIOS as WORDS
 from tileweave.explore.scenarios_workspace import SCENARIOS as WORKSPACES
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
@@ -54,6 +55,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *MAPS,
     *WORKSPACES,
     *RAIL,
+    *WORDS,
 )
 Enter = Callable[[World | None], None]
 
