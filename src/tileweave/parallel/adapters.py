@@ -97,6 +97,12 @@ def shard_lora(module: Any, mesh: DeviceMesh, source: int | None) -> None:
             ColumnParallelLinear.take_over(b, mesh, source, **options)
 
 
+def has_sharded_lora(module: Any) -> bool:
+    """Whether no adapter was added to ``module``, a LoRA, after it was sharded."""
+    adapters = getattr(module, "lora_A", None)
+    return adapters is not None and all(is_dtensor(a.weight) for a in adapters._modules.values())
+
+
 def why_not_sharded(module: nn.Module, name: str) -> str | None:
     """Why the layer ``name`` of ``module``, which was sharded, is not any more; None: it is."""
     part: Any = module

@@ -27,7 +27,7 @@ from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear
 from tileweave.nn.made_classes import make_class
 from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.adapters import BASE, why_not_sharded
+from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
 from tileweave.parallel.hooks import BACKWARD, FORWARD, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import SharedColumn
 
@@ -212,8 +212,10 @@ def _is_unchanged(module: nn.Module, tried: Tried) -> bool:
     for names in tried.walks:
         part: Any = module
         for name in names:
-            part = part._modules.get(name)
+            above, part = part, part._modules.get(name)
             if part is None:
+                return False
+            if name == BASE and not has_sharded_lora(above):
                 return False
         if not isinstance(part, ParallelLinear) or has_hooks(part):
             return False
