@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.fork_server import SELDOM
 from tests.support.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
@@ -59,6 +60,7 @@ def _is_fast(item: pytest.Item) -> bool:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # imported objects stay: garbage collection has a tenth of them left to scan
+    gc.set_threshold(SELDOM)
 
 
 def pytest_unconfigure() -> None:

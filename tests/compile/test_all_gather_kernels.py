@@ -33,7 +33,6 @@ from tests.compile.ptx_lint import (
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
-from triton import knobs
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
@@ -178,10 +177,8 @@ def endpoint(slot_size: int, dtype: torch.dtype) -> Peers:
 
 
 def compile_one(launch: Callable[[], object], target: str) -> Compiled:
-    """The kernel that ``launch`` launches. Compiled without line numbers, which are a quarter of
-    the time and no part of the code."""
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    """The kernel that ``launch`` launches."""
+    with offline(target) as launched:
         launch()
     (compiled,) = launched
     return compiled
@@ -370,8 +367,7 @@ def test_the_push_stores_16_bytes_at_once_to_each_peer(case: Case, target: str) 
     assert {ins.line for ins in stores} <= set(seen_in(compiled, peer_data(compiled)).stores)
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("case", TRITON_CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES, NVIDIA), ids=str)
 def test_the_triton_kernel_loads_rows_16_bytes_at_once(case: Case, target: str) -> None:
     """A choice between two pointers may cost their alignment, and with it the software pipeline."""
     compiled = compile_case(case, target)

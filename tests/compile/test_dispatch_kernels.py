@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled, offline
+from tests.compile.harness import TARGETS, Compiled, offline, on_targets
 from tests.compile.ptx_lint import STORE_BEFORE_SIGNAL, lint, operations
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
-from triton import knobs
 
 from tileweave.kernels.experts import dispatch_hopper as hopper
 from tileweave.kernels.experts import dispatch_hopper_ordered as ordered
@@ -65,8 +64,7 @@ def compile_routing(
 ) -> list[Compiled]:
     peers = endpoint(WORLD_SIZE * TOKENS * TOPK, torch.int32)
     begins, _ = layout_of(WORLD_SIZE, TOKENS, TOPK, experts)
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         ids = torch.zeros(TOKENS, TOPK, dtype=kind)
         launch = moe_routing.launcher(
             peers, cut, begins, TOKENS, TOPK, experts, RANK, WORLD_SIZE, 132
@@ -90,8 +88,7 @@ def compile_dispatch(
     y = torch.empty(bound, COLS, dtype=torch.bfloat16)
     peers = endpoint(3 * TOKENS * depth, torch.bfloat16)
     make = (ordered if config.ordered else hopper if config.kernel == "hopper" else plain).launcher
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         make(peers, config, RANK, WORLD_SIZE, TOKENS, TOPK, bound, w, 132)(x, w, y, fields())
     return launched[0]
 
@@ -105,8 +102,7 @@ def test_routing_fits_every_target(target: str) -> None:
         assert compiled.fits_shared and compiled.spills <= 64
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("config", TRITON_CASES, ids=repr)
+@pytest.mark.parametrize(("config", "target"), on_targets(TRITON_CASES), ids=str)
 def test_dispatch_fits_every_target(config: DispatchConfig, target: str) -> None:
     compiled = compile_dispatch(config, target)
     assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 16
@@ -175,8 +171,7 @@ def test_gradients_of_experts_fit() -> None:
     assert grouped_outer_hopper.takes(left, right) and not grouped_outer_hopper.takes(
         left[:, :128], right
     )
-    with knobs.compilation.scope(), offline("sm_90") as launched:
-        knobs.compilation.disable_line_info = True
+    with offline("sm_90") as launched:
         grouped_outer_hopper.grouped_outer(
             left, right, torch.zeros(EXPERTS + 1, dtype=torch.int32), 132
         )
@@ -193,7 +188,7 @@ def test_plain_kernels_keep_the_protocol(target: str) -> None:
     for compiled in (
         *compile_routing(target, torch.int32),
         sort,
-        *(compile_dispatch(c, target) for c in TRITON_CASES),
+        *(compile_dispatch(c, t) for c, t in on_targets(TRITON_CASES, NVIDIA) if t == target),
     ):
         seen = operations(compiled, guarded=("slots",))
         assert seen.signals and seen.waits
@@ -226,8 +221,7 @@ def test_kernels_on_rows_fit_every_target(target: str) -> None:
         torch.empty(3, TOKENS, DEPTH, dtype=torch.bfloat16),
     )
     table, y = fields(), torch.empty(WORLD_SIZE * TOKENS * TOPK, 2 * DEPTH, dtype=torch.bfloat16)
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         expert_rows.keep_tokens(
             endpoint(3 * TOKENS * DEPTH, torch.bfloat16), kept, table[2], TOPK, RANK
         )

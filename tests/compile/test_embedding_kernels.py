@@ -23,7 +23,6 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
 import triton
-from triton import knobs
 
 from tileweave.kernels.embedding import bag_all_to_all as fused
 from tileweave.kernels.embedding import gradient, lookup
@@ -70,8 +69,7 @@ def endpoint(dtype: torch.dtype) -> Peers:
 
 
 def compile_all(launch: Callable[[], object], target: str) -> list[Compiled]:
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         launch()
     return launched
 
@@ -186,9 +184,8 @@ def test_gradients_fit_every_target(target: str, monkeypatch: pytest.MonkeyPatch
     assert all(map(fits, kernels))
 
 
-@pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(CASES, NVIDIA), ids=str)
 def test_rows_are_loaded_16_bytes_at_once_and_together(
     case: Case, is_fused: bool, target: str
 ) -> None:
@@ -201,8 +198,7 @@ def test_rows_are_loaded_16_bytes_at_once_and_together(
     assert not re.search(r"ld\.global\S*\.b16", ptx), "no row is loaded element by element"
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(CASES, NVIDIA), ids=str)
 def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) -> None:
     compiled = compile_lookup(case, target, True)
     origin = (compiled.params.index("slot_table"), 1)
@@ -227,11 +223,19 @@ def test_gradients_without_a_step_fit(kind: int) -> None:
     assert all(map(fits, kernels))
 
 
+# The protocol is the same with each step and dtype. So each target has those that other tests
+# compile for it, and sm_90 both.
+STEPS = (
+    ("sm_80", torch.float32, sums.ADAGRAD),
+    ("sm_90", torch.float32, sums.SGD),
+    ("sm_90", torch.bfloat16, sums.SGD),
+    ("sm_100", torch.float32, sums.ADAGRAD),
+)
+
+
 def test_gradients_keep_the_protocol() -> None:
-    for target, dtype in zip(
-        ("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True
-    ):
-        push, _, _, rows, _, both, *_ = compile_gradient(target, dtype, sums.SGD)
+    for target, dtype, kind in STEPS:
+        push, _, _, rows, _, both, *_ = compile_gradient(target, dtype, kind)
         for kernel in (push, both):
             assert lint(kernel, guarded=()) == []
             assert "st.global.v4.b32" in str(kernel.ptx)
@@ -257,11 +261,15 @@ def test_gradients_keep_the_protocol() -> None:
         )
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-def test_gradients_by_copy_engines_keep_the_protocol(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "dtype", "kind"), [step for step in STEPS if step[1] == torch.float32], ids=str
+)
+def test_gradients_by_copy_engines_keep_the_protocol(
+    target: str, dtype: torch.dtype, kind: int
+) -> None:
     """Data of copy engines is awaited like pushed data, and they do not start before all ranks have
     met."""
-    _, watched, _, _, _, _, _, both, runs = compile_gradient(target, torch.float32, sums.SGD)
+    _, watched, _, _, _, _, _, both, runs = compile_gradient(target, dtype, kind)
     here = ("sys", "gpu")  # the watcher's word is this device's
     for kernel in (watched, both):
         assert lint(kernel, guarded=()) == []
@@ -283,15 +291,14 @@ def test_the_lint_would_notice() -> None:
     """With the CTA barriers taken out, stores race with the signal after them."""
     for compiled in (
         compile_lookup(CASES[0], "sm_90", True),
-        compile_gradient("sm_90", torch.float32, sums.SGD)[0],
+        *(compile_gradient(*step)[0] for step in STEPS),
     ):
         ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
         assert taken
         assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=())}
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "target"), on_targets([torch.int32, torch.int64]), ids=str)
 def test_lists_in_pieces_fit_every_target(target: str, dtype: torch.dtype) -> None:
     mine, wanted, owners, tables = map(
         torch.tensor, ([1], [0, 2, 1, 2], [0, 0, 1, 3], [2, 3, 3, 4])

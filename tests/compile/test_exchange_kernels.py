@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled, on_targets
+from tests.compile.harness import Compiled, on_targets
 from tests.compile.ptx_lint import lint, operations
 from tests.compile.test_all_gather_kernels import (
     DEPTH,
@@ -163,8 +163,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     return compile_one(lambda: launch(x, w, bias, out, kept, 0), target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("how", [QKV, PROJECTION], ids=str)
+@pytest.mark.parametrize(("how", "target"), on_targets([QKV, PROJECTION]), ids=str)
 def test_the_launch_next_to_cublas_moves_16_bytes_at_once(how: Exchange, target: str) -> None:
     """Also where rows of a part are at odd multiples of 16 bytes: of 8 elements."""
     depth = WORLD_SIZE * 264

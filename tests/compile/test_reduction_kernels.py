@@ -188,20 +188,18 @@ def test_the_norm_compiles(target: str) -> None:
 # ---- what is compiled fits the device
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    ("reduce", "gather", "one_shot"),
-    [
-        (True, False, False),
-        (False, True, False),
-        (True, True, False),
-        (True, False, True),
-    ],
-    ids=["rs", "ag", "ar", "ar_one_shot"],
-)
-def test_the_exchange_fits_every_target(
-    reduce: bool, gather: bool, one_shot: bool, target: str
-) -> None:
+# (reduces, gathers, in one shot)
+EXCHANGES = {
+    "rs": (True, False, False),
+    "ag": (False, True, False),
+    "ar": (True, True, False),
+    "ar_one_shot": (True, False, True),
+}
+
+
+@pytest.mark.parametrize(("kind", "target"), on_targets(list(EXCHANGES)))
+def test_the_exchange_fits_every_target(kind: str, target: str) -> None:
+    reduce, gather, one_shot = EXCHANGES[kind]
     compiled = compile_exchange(reduce, gather, target, one_shot)
     assert compiled.name == "exchange_kernel"
     assert compiled.registers is not None and compiled.registers <= 168
@@ -220,8 +218,7 @@ def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     assert TENSOR_CORE[target] in (compiled.ptx or str(compiled.asm["amdgcn"]))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
+@pytest.mark.parametrize(("norm", "target"), on_targets([False, True]), ids=str)
 def test_the_one_shot_kernel_fits_every_target(norm: bool, target: str) -> None:
     compiled = compile_one_shot(norm, target)
     assert compiled.name == "matmul_all_reduce_kernel" and compiled.fits_shared
@@ -334,8 +331,7 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
         check_counted(compiled, case.gathered)
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
+@pytest.mark.parametrize(("norm", "target"), on_targets([False, True], NVIDIA), ids=str)
 def test_the_one_shot_kernel_keeps_the_protocol(norm: bool, target: str) -> None:
     compiled = compile_one_shot(norm, target)
     check_marked(compiled, WORLD_SIZE, waits=1)

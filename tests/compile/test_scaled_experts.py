@@ -16,7 +16,6 @@ from tests.compile.ptx_lint import lint, operations
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
-from triton import knobs
 
 from tileweave.kernels.experts import (
     combine_hopper_scaled,
@@ -59,8 +58,7 @@ def compile_grouped(target: str, hopper: bool) -> Compiled:
     strides = x_scale.stride()
     sizes = scaled.Sizes(x.stride(0), strides[0], strides[1], EXPERTS, COLS, DEPTH, ROWS)
     make = scaled_hopper.launcher if hopper else scaled.launcher
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         make(sizes, 132)(x, x_scale, w, w_scale, y, offsets)
     return launched[0]
 
@@ -77,8 +75,7 @@ def compile_dispatch(config: DispatchConfig, target: str) -> Compiled:
     peers = kernels.endpoint(3 * kernels.TOKENS * pitch, torch.uint8)
     sizes = (kernels.RANK, kernels.WORLD_SIZE, kernels.TOKENS, kernels.TOPK, bound)
     make = dispatch_hopper_scaled.launcher if config.scaled else dispatch_triton.launcher
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         make(peers, config, *sizes, w, 132)(tokens, w, y, kernels.fields(), w_scale)
     return launched[0]
 
@@ -96,8 +93,7 @@ def compile_combine(target: str, hopper: bool, config: CombineConfig = SCALED_PO
     )
     given = (y, w, offsets, entry_row, ids, torch.zeros(50, p.topk), products, out)
     peers = kernels.endpoint(slot_bytes(p) // 2, dtype)
-    with knobs.compilation.scope(), offline(target) as launched:
-        knobs.compilation.disable_line_info = True
+    with offline(target) as launched:
         if hopper:
             make = combine_hopper_scaled.launcher
             launch = make(peers, p, COMBINE, kernels.RANK, 132, y, y_scale, dtype)
@@ -118,8 +114,7 @@ def test_kernels_on_rows_fit_and_move_16_bytes() -> None:
     data, scale = torch.zeros(bound, 720, dtype=torch.uint8), torch.zeros(6, bound)
     wide = (kernels.EXPERTS, kernels.TOKENS, kernels.TOPK, kernels.RANK, kernels.WORLD_SIZE)
     x, tokens = torch.zeros(8, 7168, dtype=torch.bfloat16), torch.zeros(8, 7392, dtype=torch.uint8)
-    with knobs.compilation.scope(), offline("sm_90") as launched:
-        knobs.compilation.disable_line_info = True
+    with offline("sm_90") as launched:
         rows.gather_rows(words, kept, table, *wide)
         rows.swiglu_quantized(y, data, scale, table[0], kernels.EXPERTS)
         launch = quantize_launcher(8, 7168, True, pitch=Pitch(7392, 1848, 1))

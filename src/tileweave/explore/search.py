@@ -173,10 +173,11 @@ _CHOICES: dict[Seed, int] = {}
 
 
 def _choices(base: Seed, enter: Enter) -> int:
-    """How many choices a run without delays has; it is run once to count them."""
+    """How many choices a run without delays has. It is run to count them, unless this process has
+    run it."""
     if base not in _CHOICES:
-        _CHOICES[base] = max(run(base, enter).choices, 1)
-    return _CHOICES[base]
+        run(base, enter)
+    return max(_CHOICES[base], 1)
 
 
 def malice_of(number: int, world: int) -> Malice:
@@ -235,6 +236,8 @@ def run(
     tasks = world.tasks
     schedule = hash((drawn, *tasks.decisions))
     choices = strategy.choices if isinstance(strategy, Delays) else 0
+    if isinstance(strategy, Delays) and not strategy.steps:
+        _CHOICES[seed] = choices
     return Found(
         seed,
         tasks.step,
