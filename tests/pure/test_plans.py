@@ -431,3 +431,13 @@ def test_interpreter_that_is_asked_for_too_late(monkeypatch: pytest.MonkeyPatch)
             registry.interpreting()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not registry.interpreting()
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_few_rows_take_the_kernel_of_a_tabled_number_of_rows(rows: int) -> None:
+    """All fit one row of tiles, so what is fastest for 1, 4 or 16 rows is for others, too."""
+    plan = plan_matmul_all_reduce(Problem(4, rows, 4096, 3584, 2, "bfloat16"), H200, False)
+    assert plan.config is not None and plan.config.kernel == "triton"
+    assert "as measured for M=" in plan.reason
+    other = plan_matmul_all_reduce(Problem(4, rows, 2 * 4096, 3584, 2, "bfloat16"), H200, False)
+    assert "as measured" not in other.reason

@@ -27,7 +27,7 @@ from tileweave.planning.problem import (
 )
 from tileweave.planning.schedules.gather import Parts, TileSchedule, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
-from tileweave.planning.table import tuned_entries
+from tileweave.planning.table import Entry, tuned_entries
 
 ONE_SHOT_ROWS = 16  # of interpreted calls
 
@@ -279,16 +279,21 @@ def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | N
     if p.world_size == 2 or p.fp8 or not machine.hopper or choices.find(op, p) is not None:
         return None
     rows = p.rows if op == "matmul_all_reduce" else p.rows * p.world_size
+
+    def distance(entry: Entry) -> float:
+        same = op == "matmul_all_reduce" and entry.one_row_of_tiles(rows)
+        return entry.distance(entry.rows if same else rows, p.cols, p.depth, p.world_size)
+
     near = [
         entry
         for entry in tuned_entries(op)
         if entry.world_size == p.world_size
-        and entry.distance(rows, p.cols, p.depth, p.world_size) <= _NEAR
+        and distance(entry) <= _NEAR
         and can_run(op, entry.config, p, machine)
     ]
     if not near:
         return None
-    best = min(near, key=lambda entry: entry.distance(rows, p.cols, p.depth, p.world_size))
+    best = min(near, key=lambda one: (distance(one), abs(one.rows - rows)))
     where = f"M={best.rows}, {best.cols} local columns, K={best.depth} on {best.world_size} GPUs"
     return Plan("fused", f"as measured for {where}", best.config)
 

@@ -44,6 +44,11 @@ class Entry:
             2 * math.log2(rows / self.rows), *(math.log2(theirs / own) for theirs, own in sizes)
         )
 
+    def one_row_of_tiles(self, rows: int) -> bool:
+        """Whether the Triton kernel of this entry has one row of tiles for ``rows``, too, so that
+        it multiplies for as long."""
+        return self.config.kernel == "triton" and max(rows, self.rows) <= self.config.tile_m
+
 
 @cache
 def tuned_entries(op: str) -> tuple[Entry, ...]:
