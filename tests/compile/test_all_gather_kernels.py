@@ -199,7 +199,9 @@ def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
     nodes = 2 if c.transport == "nodes" else 1
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "", nodes)
     schedule = schedule_for(problem, c, RANK, H200)
-    parts = Parts(RANK, WORLD_SIZE, DEPTH, DEPTH, chunk_rows=schedule.chunk_tiles * c.tile_m)
+    parts = Parts(RANK, WORLD_SIZE, DEPTH, DEPTH)
+    if nodes > 1:
+        parts = replace(parts, chunk_rows=schedule.chunk_tiles * c.tile_m)
     peers = endpoint(schedule.slot_rows * DEPTH, dtype)
     x, w = (
         torch.empty(case.rows, DEPTH, dtype=dtype),
@@ -215,7 +217,7 @@ def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
         assert fits(x, w)
         launcher = hopper.launcher(peers, schedule, c, dtype, w.stride())
     else:
-        launcher = plain.launcher(peers, schedule, c, parts if nodes > 1 else None)
+        launcher = plain.launcher(peers, schedule, c, parts)
     return launcher, (x, w, bias, out, gathered, 0, trace if case.trace else None)
 
 

@@ -33,6 +33,7 @@ from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.schedules.gather import Parts
 
 TARGET = "sm_90"
 
@@ -121,7 +122,8 @@ def test_the_all_gather_of_fp8_fits(config: MatmulConfig, scaled: int) -> None:
             peers, schedule, config, kind, w.stride(), None, scaled, torch.bfloat16
         )
     else:
-        launch = plain.launcher(peers, schedule, config, None, scaled)
+        parts = Parts(RANK, WORLD_SIZE, DEPTH, DEPTH)
+        launch = plain.launcher(peers, schedule, config, parts, scaled)
     compiled = compile_one(lambda: launch(x, w, None, out, None, 0, None, scales), TARGET)
     assert compiled.fits_shared, compiled.shared_bytes
     assert compiled.spills is not None and compiled.spills <= STACK

@@ -112,6 +112,8 @@ def end_instance(
     yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
     yield "programs that left", int(instance.control[1]), 0
     yield "counters not at zero", int(instance.counters.count_nonzero()), 0
+    ahead = instance.signals - wrap(drawn.epoch + drawn.calls - 1)  # in 32 bits
+    yield "signals of calls to come", int((ahead > 0).sum()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -434,6 +436,8 @@ class OneShot:
         yield "epoch", int(instance.control[EPOCH]), wrap(self._epoch(drawn) + drawn.calls)
         yield "programs that left", int(instance.control[1]), 0
         yield "tiles that are done", int(instance.counters[0]), 0
+        if not self.norm:
+            yield "told to norm programs", int(instance.counters[1]), 0
         yield "elements left in slots", int(instance.slots.count_nonzero()), 0
 
 
@@ -445,6 +449,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     AllGatherMatmul(
         "sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 17, 17),), (2, 3)
+    ),
+    AllGatherMatmul(
+        "sm, more producers", triton_config("sm", num_producers=2), ((16, 17, 17),), (1,)
     ),
     AllGatherMatmul(
         "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
@@ -473,6 +480,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         "nodes",
         triton_config("nodes", num_slices=2),
         ((32, 16, 16), (17, 12, 20)),
+        (1, 2),
+        over_nodes=True,
+    ),
+    AllGatherMatmul(
+        "nodes, many chunks",  # as many as a tile has rows: chunk n is not the one before
+        triton_config("nodes", tile_m=4, num_slices=4),
+        ((16, 12, 16),),
         (1, 2),
         over_nodes=True,
     ),

@@ -358,7 +358,7 @@ def guarded(blocks: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
-    from tileweave.kernels.quantize import quantize_launcher
+    from tileweave.kernels.quantize import Pitch, quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch
 
     rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 384), (2, 40))[seed % 5]
@@ -385,6 +385,15 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         yield f"scales of a {kind}", scales, wide
         yield f"after the scales of a {kind}", after, torch.zeros_like(after)
         yield f"data by {kind}", data.view(FP8).float(), want.float()
+        if blocks:  # scales follow the data of each row, as tokens travel
+            count = -(-depth // 128)
+            apart = -(-depth // 4) * 4 + 4 * count
+            tokens = torch.zeros(rows, apart, dtype=torch.uint8)
+            part = tokens[:, apart - 4 * count :].view(torch.float32)
+            pitch = Pitch(apart, apart // 4, 1)
+            quantize_launcher(rows, depth, blocks, powers, pitch)(x, tokens, part)
+            yield "data of tokens", tokens[:, :depth].view(FP8).float(), want.float()
+            yield "scales of tokens", part, wide.t()
     if depth > 2000:
         return
     y = torch.randn(rows, depth, generator=generator)

@@ -141,7 +141,7 @@ SCENARIOS = (
         (1, 2, 3),
     ),
     ScaledGather("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 24, 16)), (1, 2)),
-    ScaledGather("FP8, kernel, blocks", _KERNEL, ((17, 24, 160),), (1, 2), kind="block"),
+    ScaledGather("FP8, kernel, blocks", _KERNEL, ((17, 24, 272),), (1, 2), kind="block"),
     ScaledScatter("FP8, kernel", _KERNEL, ((16, 16, 32), (17, 24, 16)), (1, 2)),
     ScaledScatter("FP8, kernel, captured", _KERNEL, ((17, 16, 16),), (1, 2), captured=True),
     ScaledScatter("FP8, kernel, blocks", _KERNEL, ((17, 24, 160),), (1, 2), kind="block"),

@@ -14,6 +14,7 @@ from tileweave.explore.ranks import COMPONENTS, MAX_PROGRAMS, World
 from tileweave.explore.results import written_outside
 from tileweave.explore.scenarios import PAYLOADS, Drawn, Scenario, same
 from tileweave.explore.scenarios import SCENARIOS as MATMULS
+from tileweave.explore.scenarios_alone import SCENARIOS as ALONE
 from tileweave.explore.scenarios_dispatch import DISPATCH
 from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
@@ -56,6 +57,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *WORKSPACES,
     *RAIL,
     *WORDS,
+    *ALONE,
 )
 Enter = Callable[[World | None], None]
 

@@ -511,7 +511,7 @@ def launcher(
     peers: Peers,
     schedule: TileSchedule,
     config: MatmulConfig,
-    parts: Parts | None = None,
+    parts: Parts,
     scaled: int = 0,
 ) -> Launcher:
     """Launches for one shape and stride of w; the caller checks the arguments.
@@ -521,7 +521,6 @@ def launcher(
     ``scales``: of FP8 operands, in the order of ``Tensors``. ``scaled``: ``Choices.SCALED``.
     """
     s, c = schedule, config
-    parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
     push = c.transport == "sm"
     slices = c.num_slices if push else 1
     size = s.rows * parts.depth
