@@ -47,7 +47,7 @@ from tileweave.transport.protocol import FAULT, MAX_SLICES, MEETING_US, REDUCED,
 from tileweave.transport.workspace import Instance
 
 RANK, SIZE, EPOCH = 1, 3, 1
-BLOCK = tl.constexpr(16)
+BLOCK, PARTS = tl.constexpr(16), tl.constexpr(2)
 
 
 class Lone(Noting):
@@ -136,7 +136,7 @@ def take_kernel(peers, out):
     lane = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros((1, BLOCK), tl.float32)
     epoch = load_epoch(peers)
-    total = take_marked(peers, acc, peers.slots + lane, BLOCK, lane < 12, 0, 1, 7, epoch, 2)
+    total = take_marked(peers, acc, peers.slots + lane, BLOCK, lane < 12, 0, 1, 7, epoch, PARTS)
     tl.store(out + lane, total)
 
 
@@ -185,7 +185,9 @@ def words(world: World, seed: int) -> Found:
     yield "a sum without a part", out, torch.full((16,), float("nan"))
 
     tiles = OwnerTiles(RANK, SIZE, 48, 16, 1, 18, 2, 1, 3, 2, 1, False)
-    choices = scatters.Choices(SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True)
+    choices: Any = scatters.Choices(
+        SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True
+    )
     chunk, words = RANK * MAX_SLICES + REDUCED + 1, SIZE * MAX_SLICES
     flag = (1 + seed % 2) * words + SIZE + 1 + chunk
     for fault in (False, True):
@@ -241,7 +243,7 @@ def shards(world: World, seed: int) -> Found:
 
     chunks = 2
     size = rows * width
-    choices = gathers.Choices(
+    choices: Any = gathers.Choices(
         SIZE, 1, False, 16, False, False, 16, 16, 16, 1, True, False, False, PER_NODE=1
     )
     sizes = gathers.Sizes(rows, 4, width, width, size, size, 0, width)
