@@ -586,6 +586,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1, 2, 3),
     ),
     MatmulReduce(
+        "library, few columns",  # of which three or four ranks would not all have some
+        "matmul_all_reduce",
+        triton_config("sm", kernel="library"),
+        ((5, 2, 8), (20, 1, 8)),
+        (1, 2),
+    ),
+    MatmulReduce(
         "library, one shot",
         "matmul_all_reduce",
         triton_config("sm", kernel="library", shots=1),

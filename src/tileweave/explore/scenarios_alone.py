@@ -356,6 +356,14 @@ def sums(world: World, seed: int) -> Found:
         for size, gather, shot in ((3, False, False), (3, False, True), (2, False, True))
     ]
     yield equal("places of a slot", places, [2, 3, 1])
+    from tileweave.ops.matmul.reduce_by_cublas import _launchers
+
+    one = Alone(world, 4, size=8)
+    for cols in (5, 9, 10, 13, 18, 64):
+        launch, *_ = _launchers(one.instance, (3, cols), torch.float32, 3, config)
+        cut = launch.fixed["shards"]
+        empty = sum(rank * cut.col_step >= cols for rank in range(8))
+        yield equal(f"ranks without any of {cols} columns", empty < 2, True)
     wide = quantize_launcher(1, 1 << 18, False)
     yield equal("warps", wide._options["num_warps"], 32)
 

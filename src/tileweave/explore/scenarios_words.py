@@ -64,12 +64,12 @@ def words(world: World, rank: int, seed: int) -> Found:
     bits = out.view(torch.int32).tolist()
     yield equal("one zero", bits, (x + 0.0).view(torch.int32).tolist())
 
-    for cols in range(1, 70):
-        own = Shards.of_columns(3, cols, world.size).cols
-        most = own * (world.size - 1)
-        yield equal(
-            f"{cols} columns", (own * world.size >= cols, most < cols or own == 1), (True,) * 2
-        )
+    for size in range(2, 9):
+        for cols in range(1, 70):
+            own = Shards.of_columns(3, cols, size).cols
+            least = -(-cols // size)
+            right = own * size >= cols and (own * (size - 1) < cols or own == least)
+            yield equal(f"{cols} columns of {size} ranks", right, True)
 
 
 SCENARIOS = (Local("words", words),)

@@ -32,7 +32,7 @@ Why no slot is overwritten: every rank needs data of every peer in every call. S
 ends, each peer has begun call n and has ended call n-1, which was the last reader of the slot (and
 writer of its zeros) that call n+1 writes. Where the own shard is empty, nothing comes for it, but
 finished shards do; a peer whose shard is empty waits for mine. Two ranks with empty shards would
-send each other nothing: of as many columns as ranks, at most one rank has none.
+send each other nothing: so few columns are summed in one shot.
 
 Why no rank waits for ever: a program pushes before it waits, and waits for the same program of
 peers.
@@ -107,8 +107,8 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_columns(cls, rows: int, cols: int, world_size: int) -> Shards:
-        """Of a matrix [rows, cols]: each rank has some of the columns, the result is all. No two
-        ranks have none, if there are as many columns as ranks."""
+        """Of a matrix [rows, cols]: each rank has as many of the columns, the last ones fewer or
+        none, and the result is all."""
         own = cdiv(cdiv(cols, world_size), ALIGN) * ALIGN
         if own * (world_size - 1) >= cols:
             own = cdiv(cols, world_size)

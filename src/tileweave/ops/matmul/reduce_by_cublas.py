@@ -114,6 +114,9 @@ def _launchers(
         shards = Shards.of_all(rows, cols)
     else:
         shards = Shards.of_columns(rows, cols, size)
+        # two ranks without columns would send each other nothing, and not see that one is absent
+        if shards.cols * (size - 2) >= cols:
+            shards, one_shot = Shards.of_all(rows, cols), True
     gather = everywhere and not one_shot
     elements = slot_elements(shards, size, True, gather, one_shot)
     instance.reserve(elements * dtype.itemsize)
