@@ -15,6 +15,7 @@ from tileweave.explore.results import written_outside
 from tileweave.explore.scenarios import PAYLOADS, Drawn, Scenario, same
 from tileweave.explore.scenarios import SCENARIOS as MATMULS
 from tileweave.explore.scenarios_dispatch import DISPATCH
+from tileweave.explore.scenarios_edges import SCENARIOS as EDGES
 from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
@@ -56,6 +57,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *WORKSPACES,
     *RAIL,
     *WORDS,
+    *EDGES,
 )
 Enter = Callable[[World | None], None]
 
