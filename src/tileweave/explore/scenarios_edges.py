@@ -113,6 +113,24 @@ def nothing_to_move(world: World, rank: int, seed: int) -> Found:
     yield equal("sizes", [sizes[name] for name in named], [1, 2, 4])
 
 
+def tickets(world: World, rank: int, seed: int) -> Found:
+    """The last ticket of a piece may be of fewer rows than the others."""
+    from tileweave.kernels.embedding import gradient
+
+    class Kernel:
+        def __class_getitem__(cls, grid: Any) -> Any:
+            return lambda *given, **options: counts.append(given[7:9])
+
+    counts: list[tuple[int, int]] = []
+    plan, nothing = torch.zeros(2, 7, dtype=torch.int64), torch.zeros(0)
+    fixed: Any = (0, nothing, (), 0, 1, rank, world.size, 16)
+    with replaced(gradient, "ROWS", 4), replaced(gradient, "push_gradient_kernel", Kernel):
+        for rows in (0, 3, 4, 5):
+            peers: Any = None
+            gradient.Push(peers, torch.zeros(rows, 4), plan, *fixed).launch()
+    yield equal("tickets and those of a piece", counts, [(0, 1), (2, 1), (2, 1), (4, 2)])
+
+
 def variants(world: World, rank: int, seed: int) -> Found:
     """Ids or tables at no multiple of 16 bytes are another variant of a launch of routing."""
     from tileweave.kernels.experts import routing
@@ -155,6 +173,7 @@ SCENARIOS = (
     Local("lookups of edges", lookups),
     Local("sums of edges", sums),
     Local("nothing to move", nothing_to_move),
+    Local("tickets of pieces", tickets),
     Local("variants of routing", variants),
     Local("poisoned", poisoned),
 )
