@@ -163,7 +163,7 @@ def poisoned(world: World, rank: int, seed: int) -> Found:
     peers, whole = endpoint(instance, torch.float32), torch.zeros(8)
     for fault in (0, 1):
         instance.control[FAULT] = fault
-        poison_kernel[(1,)](whole, peers, 5, BLOCK=4)
+        poison_kernel[(1,)](whole, peers, 5, BLOCK=4)  # type: ignore[arg-type]
         wanted = torch.tensor([bool(fault)] * 5 + [False] * 3)
         yield f"NaN after {fault} faults", whole.isnan(), wanted
     instance.control[FAULT] = 0
