@@ -203,8 +203,7 @@ DISPATCH = (
     Routing("few", (3, 4)),
     Routing("many experts", (5,), None, 3, 3),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), 3, programs=(1, 2)),
-    # a power of two of experts, and more than one less than the next power
-    Routing("sorted, two experts", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
+    # as many experts as a power of two, in "two slices", or fewer by more than one
     Routing("sorted, five experts", (3, 4), RoutingCut(2, 4, 1), 5, programs=(1, 2)),
     Routing("two slices", (515,), RoutingCut(2, 512, 2), programs=(2,)),
     Dispatch("one producer", _CUT, (3, 4)),

@@ -163,4 +163,13 @@ EXPERT_SCENARIOS = (
         scaled=True,
         programs=(4,),
     ),
+    Combine(
+        "FP8, whole columns",
+        replace(_CUT, tile_n=128, tile_k=128, chunks=1, block_cols=64),
+        (1,),
+        2,
+        sizes=(128, 144),
+        scaled=True,
+        programs=(4,),
+    ),
 )
