@@ -66,9 +66,11 @@ def words(world: World, rank: int, seed: int) -> Found:
 
     for cols in range(1, 70):
         own = Shards.of_columns(3, cols, world.size).cols
-        most = own * (world.size - 1)
+        busy = -(-cols // own)
         yield equal(
-            f"{cols} columns", (own * world.size >= cols, most < cols or own == 1), (True,) * 2
+            f"{cols} columns",
+            (own * world.size >= cols, busy >= world.size - 1 or cols < world.size),
+            (True,) * 2,
         )
 
 

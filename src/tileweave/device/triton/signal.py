@@ -223,7 +223,8 @@ def poison(target, size, BLOCK: tl.constexpr):
 # $1: control + FAULT; $2: report; $3 to $6: signal, unit, epochs expected and seen. FAULT is set
 # first, then two limits to a 0 computed from what it was: a wait that stops for such a limit finds
 # FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read
-# FAULT already. In the same way the group's FAULT is set before the limits of other instances.
+# FAULT already. In the same way the group's FAULT is set before the limits of other instances. The
+# list of blocks was written before the kernel began.
 _WORDS = {
     "leavers": protocol.LEAVERS,
     "data": protocol.TIMEOUT_US,
@@ -235,33 +236,33 @@ _WORDS = {
 _FROM_FAULT = {name: 4 * (word - protocol.FAULT) for name, word in _WORDS.items()}
 EXPIRE = tl.constexpr(f"""{{
     .reg .pred first, ended;
-    .reg .b32 fault, told, member;
+    .reg .b32 word;
     .reg .b64 block;
-    atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
-    setp.eq.s32 first, fault, 0;
+    atom.relaxed.gpu.global.exch.b32 word, [$1], 1;
+    setp.eq.s32 first, word, 0;
+    shr.u32 $0, word, 1;
     @!first bra over;
     red.relaxed.gpu.global.add.s32 [$1+{_FROM_FAULT["leavers"]}], {protocol.LATE};
-    ld.relaxed.gpu.global.b64 block, [$1+{_FROM_FAULT["group"]}];
-    atom.relaxed.gpu.global.exch.b32 told, [block+{4 * protocol.FAULT}], 1;
-    setp.ne.s32 ended, told, 0;
+    ld.global.b64 block, [$1+{_FROM_FAULT["group"]}];
+    atom.relaxed.gpu.global.exch.b32 word, [block+{4 * protocol.FAULT}], 1;
+    setp.ne.s32 ended, word, 0;
     @ended bra over;
-    ld.relaxed.gpu.global.b32 member, [$1+{_FROM_FAULT["member"]}];
+    or.b32 $0, $0, word;
+    ld.global.b32 word, [$1+{_FROM_FAULT["member"]}];
     st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SIGNAL}], $3;
     st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_UNIT}], $4;
     st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_EXPECTED}], $5;
     st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SEEN}], $6;
-    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_MEMBER}], member;
+    st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_MEMBER}], word;
     st.release.sys.global.b32 [$2], 1;
-    shr.u32 told, told, 1;
 walk:
-    ld.relaxed.gpu.global.b64 block, [block+{4 * protocol.NEXT}];
+    ld.global.b64 block, [block+{4 * protocol.NEXT}];
     setp.eq.s64 ended, block, 0;
     @ended bra over;
-    st.relaxed.gpu.global.b32 [block+{4 * protocol.TIMEOUT_US}], told;
-    st.relaxed.gpu.global.b32 [block+{4 * protocol.MEETING_US}], told;
+    st.relaxed.gpu.global.b32 [block+{4 * protocol.TIMEOUT_US}], $0;
+    st.relaxed.gpu.global.b32 [block+{4 * protocol.MEETING_US}], $0;
     bra walk;
 over:
-    shr.u32 $0, fault, 1;
     st.global.b32 [$1+{_FROM_FAULT["data"]}], $0;
     st.global.b32 [$1+{_FROM_FAULT["meeting"]}], $0;
 }}""")

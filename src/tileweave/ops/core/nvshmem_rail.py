@@ -109,9 +109,9 @@ class NvshmemRail(StreamOfRail):
         every = tuple(range(transport.world_size))
         self._all = self._rail if self._ranks == every else Pairs(transport, self._heap, every)
         self._seconds = timeout_seconds()
-        fault = SharedFault(transport)
-        self._control = fault.control_block(_OP, self._seconds, first_words(self._seconds))
-        self._report, self._words = fault.report, fault.words
+        self._fault = SharedFault(transport)  # kernels follow its list
+        self._control = self._fault.control_block(_OP, self._seconds, first_words(self._seconds))
+        self._report, self._words = self._fault.report, self._fault.words
         self._call = self._transfers = 0
         self._library = "" if self._interpreted else device_library()
         for kernel in (kernels.put_kernel, kernels.take_kernel):
