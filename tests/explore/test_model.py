@@ -157,6 +157,18 @@ def wrong_concurrent_store(cells: Cells) -> None:
     cells.store(1, 0, 20)
 
 
+def wrong_block_during_a_read(cells: Cells) -> None:
+    import numpy as np
+
+    cells.store(0, 5, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.load(1, 5)
+    block = np.array([[0, 1, 2], [3, 5, 6]])
+    cells.memory.check_write(cells.writers[0], cells.region, block)
+
+
 def wrong_place(cells: Cells) -> None:
     cells.memory.region(cells.address(7), cells.address(9), "writer 0")
 
@@ -170,6 +182,9 @@ WRONG = {
     wrong_read_of_nothing: "early read: .* was not written by any task",
     wrong_store_during_a_read: (
         "overwrite: writer 0 writes words.0:1., .* after the read by writer 1"
+    ),
+    wrong_block_during_a_read: (
+        "overwrite: writer 0 writes words.5:6., .* after the read by writer 1"
     ),
     wrong_concurrent_store: "overwrite: writer 1 writes .* after the store by writer 0",
     wrong_place: "wild access",

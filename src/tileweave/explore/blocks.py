@@ -350,7 +350,10 @@ def nothing(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
 
 
 def _arange(start: Any, end: Any) -> Block:
-    return Block(np.arange(plain(start), plain(end), dtype=np.int32))
+    first, last = plain(start), plain(end)
+    if first >= last:
+        raise ValueError(f"tl.arange({first}, {last}) is empty, which Triton refuses")
+    return Block(np.arange(first, last, dtype=np.int32))
 
 
 def _full(shape: Any, value: Any, dtype: Any) -> Any:

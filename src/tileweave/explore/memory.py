@@ -295,7 +295,10 @@ class Memory:
             region.writer is not None and region.written is not None and region.reads is not None
         ), "watched"
         assert region.observer is not None, "watched"
-        cells = slice(cells, cells + 1) if isinstance(cells, int) else cells
+        if isinstance(cells, int):
+            cells = slice(cells, cells + 1)
+        elif not isinstance(cells, slice):
+            cells = cells.ravel()  # a block of them may have several dimensions
         writer = region.writer[cells]
         late = region.written[cells] > task.clock[writer]
         late &= (writer >= 0) & (region.observer[cells] != task.component)

@@ -54,7 +54,7 @@ class Routing:
         want = reference_plan(ids, rank, self.experts * world.size)
         mine = ids[rank, : max(most - rank, 0)].clone()
         if drawn.order % 2:  # nor is an id an expert's that 32 bits cannot hold
-            mine[mine < 0] = 2**32
+            mine[mine < 0] = 2**32 if drawn.order % 4 == 1 else -(2**32)
         got = run_routing(mine, self.experts * world.size, most, world.ranks[rank].group, self.cut)
         rows = int(want.offsets[-1])
         yield "offsets", got.offsets, want.offsets
@@ -72,7 +72,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """dispatch_grouped_matmul with given plans. ``tokens`` as above; ``sizes``: (cols, depth)."""
+    """dispatch_grouped_matmul with given plans. ``tokens`` as above; ``sizes``: (cols, depth).
+    ``one_way``: a rank sends to the next one alone, and rank 0 receives nothing."""
 
     name: str
     config: DispatchConfig
@@ -80,6 +81,7 @@ class Dispatch:
     experts: int = 2
     topk: int = 2
     sizes: tuple[int, int] = (16, 8)
+    one_way: bool = False
     op: str = "dispatch_grouped_matmul"
     programs: tuple[int, ...] = (1, 2, 3)
 
@@ -98,8 +100,9 @@ class Dispatch:
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
+        drawn_for = (self.sizes, world.size, rank, seed)
         x, experts, plan, want = operands(
-            most, self.topk, self.experts, self.sizes, world.size, rank, seed
+            most, self.topk, self.experts, *drawn_for, one_way=self.one_way
         )
         experts = experts.clone()
         if self.sizes[1] == 1:  # whatever the stride along K is
@@ -177,10 +180,14 @@ def operands(
     rank: int,
     seed: int,
     nodes: int = 1,
+    one_way: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor]:
     """This rank's x, experts and plan, and its rows of y."""
     tokens = max(most - rank, 0)
     ids = _ids(most, topk, experts, size, seed)
+    if one_way:
+        owner = (torch.arange(size) + 1).clamp(max=size - 1)[:, None, None]
+        ids = torch.where(ids < 0, ids, ids % experts + owner * experts)
     plan = reference_plan(ids, rank, experts * size, tokens, nodes)
     whole = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
     weights = whole_numbers((experts, *sizes), "w", rank, seed)
@@ -196,11 +203,15 @@ DISPATCH = (
     Routing("few", (3, 4)),
     Routing("many experts", (5,), None, 3, 3),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), 3, programs=(1, 2)),
+    # as many experts as a power of two, in "two slices", or fewer by more than one
+    Routing("sorted, five experts", (3, 4), RoutingCut(2, 4, 1), 5, programs=(1, 2)),
+    Routing("two slices", (515,), RoutingCut(2, 512, 2), programs=(2,)),
     Dispatch("one producer", _CUT, (3, 4)),
     Dispatch("uneven", replace(_CUT, push_rows=1), (5,), 3, 3, (17, 9), programs=(2, 3)),
     Dispatch(
         "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
     ),
+    Dispatch("one way", replace(_CUT, signal_blocks=1), (3,), one_way=True, programs=(1, 2)),
     Dispatch("one column", _CUT, (3,), sizes=(8, 1), programs=(2,)),
     ScaledDispatch(
         "packed FP8", replace(_CUT, tile_n=128, tile_k=128), (3, 4), sizes=(16, 16), programs=(2, 3)

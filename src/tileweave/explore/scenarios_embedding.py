@@ -138,6 +138,8 @@ class TableGradient:
     alone : the push is a launch of its own, as when gradients of per-sample weights need the old
         tables.
     first_only : only rank 0 has samples.
+    in_turn : only rank 0 has samples in every other call.
+    idle : rank 0 looks nothing up.
     dim : columns of a table.
     """
 
@@ -147,6 +149,8 @@ class TableGradient:
     carrier: str
     alone: bool = False
     first_only: bool = False
+    in_turn: bool = False
+    idle: bool = False
     dim: int = DIM
     op: str = "embedding_bag_all_to_all_backward"
     programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, and two or three sum
@@ -161,12 +165,15 @@ class TableGradient:
         from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
         from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
 
-        assert self.samples == 1 or not self.first_only, "one sample belongs to one rank"
-        batch = self.samples * (1 if self.first_only else world.size)
+        first_only = self.first_only or (self.in_turn and number % 2 == 1)
+        assert self.samples == 1 or not first_only, "one sample belongs to one rank"
+        batch = self.samples * (1 if first_only else world.size)
         seed = (number + drawn.order) % POOL
         rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
         drawn_bags = draw_bags(batch, self.tables, world.size, rank, seed, self.dim)
         tables, indices, offsets, _ = drawn_bags
+        if nothing := self.idle and rank == 0:
+            indices, offsets = indices[:0], torch.zeros_like(offsets)
         layout = EmbeddingLayout.in_rank_order([[self.dim] * self.tables] * world.size)
         grads = [
             whole_numbers((end - begin, layout.width), "gradient", r, seed)
@@ -208,10 +215,11 @@ class TableGradient:
         if self.alone:
             push.end_alone()
         end_push(push, world.ranks[rank].group)
-        whole, chosen = torch.cat(grads), indices.view(self.tables, batch, BAG)
+        bags = 0 if nothing else BAG
+        whole, chosen = torch.cat(grads), indices.view(self.tables, batch, bags)
         for t, (table, old) in enumerate(zip(tables, before, strict=True)):
             column = layout.columns[rank][t]
-            mine = whole[:, column : column + self.dim].repeat_interleave(BAG, 0)
+            mine = whole[:, column : column + self.dim].repeat_interleave(bags, 0)
             yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
@@ -232,6 +240,9 @@ EMBEDDING = (
     TableGradient("alone", 1, 2, "sm", alone=True),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
     TableGradient("of one rank", 1, 2, "sm", first_only=True, dim=DIM + 1),
+    TableGradient("several tickets of a group", 3, 1, "sm", dim=4, programs=(2, 3)),
+    TableGradient("rows in turn", 1, 1, "sm", in_turn=True, programs=(2,)),
+    TableGradient("nothing looked up", 1, 1, "sm", idle=True, programs=(1,)),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("ragged", (5,), 2, EmbeddingConfig(4, 1, 1, 1, 1, run=1), ragged=True),
     EmbeddingBag("few samples", (1, 0), 1, _CUT),

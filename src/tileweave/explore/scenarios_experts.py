@@ -21,7 +21,7 @@ from tileweave.transport.protocol import EPOCH
 @dataclass(frozen=True)
 class Combine:
     """grouped_matmul_combine. ``tokens``: of rank 0, used in turn; rank r has r fewer, at least
-    one. ``sizes``: (cols, depth)."""
+    one. ``sizes``: (cols, depth). ``full``: all choices are of experts of rank 0."""
 
     name: str
     config: CombineConfig
@@ -31,6 +31,7 @@ class Combine:
     sizes: tuple[int, int] = (16, 8)
     experts: int = 2  # of a rank
     scaled: bool = False  # operands are FP8, with scales of blocks
+    full: bool = False
     op: str = "grouped_matmul_combine"
     programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
@@ -46,8 +47,9 @@ class Combine:
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
         group = world.ranks[rank].group
+        sizes = (self.sizes, self.experts, world.size)
         y, experts, plan, weights, want = combine_operands(
-            tokens, self.topk, self.sizes, self.experts, world.size, rank, seed, self.weighted
+            tokens, self.topk, *sizes, rank, seed, self.weighted, self.full
         )
         world.know(rank, "plan", plan.table)
         scales = None
@@ -84,11 +86,14 @@ def combine_operands(
     rank: int,
     seed: int,
     weighted: bool,
+    full: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor | None, torch.Tensor]:
     """This rank's y, experts, plan and weights, and its z."""
     cols, depth = sizes
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, own * size, (size, most, topk), generator=generator)
+    if full:
+        ids %= own
     counts = [max(most - r, 1) for r in range(size)]
     for source, count in enumerate(counts):
         ids[source, count:] = -1
@@ -145,12 +150,25 @@ EXPERT_SCENARIOS = (
         sizes=(21, 9),
         experts=3,
     ),
+    # the last chunk has fewer tiles, all whole; the memory of more tokens is used again
+    Combine("fewer tokens", _CUT, (4, 1), 2, sizes=(24, 8)),
+    # after the last row, and the last columns that are summed at once, there is no memory
+    Combine("all rows", _CUT, (1,), 2, sizes=(21, 9), full=True),
     Combine(
         "FP8",
         replace(_CUT, tile_n=128, tile_k=128, chunks=1),
         (3,),
         2,
         sizes=(16, 144),
+        scaled=True,
+        programs=(4,),
+    ),
+    Combine(
+        "FP8, whole columns",
+        replace(_CUT, tile_n=128, tile_k=128, chunks=1, block_cols=64),
+        (1,),
+        2,
+        sizes=(128, 144),
         scaled=True,
         programs=(4,),
     ),

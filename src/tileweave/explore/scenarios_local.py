@@ -465,7 +465,7 @@ def swiglu_in_fp8(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.experts.rows import swiglu_quantized
     from tileweave.ops.matmul.quantize import FP8, _in_torch
 
-    rows, wide = 5, (160, 1168, 40)[seed % 3]
+    rows, wide = 5, (160, 1168, 40, 384)[seed % 4]
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(rows, 2 * wide, generator=generator).half()
     y[1, wide], y[2, 0] = float("nan"), float("nan")  # what follows the gates, and the row
@@ -473,7 +473,8 @@ def swiglu_in_fp8(world: World, rank: int, seed: int) -> Found:
     value = torch.nn.functional.silu(gate) * up
     numbers, scales = _in_torch(value.half(), "block")
     data = torch.full((rows, wide), 7, dtype=torch.uint8)
-    got = torch.full((scales.shape[1], rows), 7.0)
+    whole = torch.full((scales.shape[1] + 1, rows), 7.0)
+    got = whole[:-1]
     offsets = torch.tensor([0, 3, rows - 1], dtype=torch.int32)
     swiglu_quantized(y, data, got, offsets, 2)
     near_scales = torch.isclose(got[:, :-1].t(), scales, rtol=2e-3, equal_nan=True)
@@ -485,6 +486,7 @@ def swiglu_in_fp8(world: World, rank: int, seed: int) -> Found:
     yield "numbers", right, torch.ones_like(right)
     yield "numbers after the last row", data[-1], torch.full_like(data[-1], 7)
     yield "scales after the last row", got[:, -1], torch.full_like(got[:, -1], 7.0)
+    yield "after the scales", whole[-1], torch.full((rows,), 7.0)
 
 
 SCENARIOS = (

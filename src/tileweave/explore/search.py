@@ -16,6 +16,7 @@ from tileweave.explore.scenarios import PAYLOADS, Drawn, Scenario, same
 from tileweave.explore.scenarios import SCENARIOS as MATMULS
 from tileweave.explore.scenarios_alone import SCENARIOS as ALONE
 from tileweave.explore.scenarios_dispatch import DISPATCH
+from tileweave.explore.scenarios_edges import SCENARIOS as EDGES
 from tileweave.explore.scenarios_embedding import EMBEDDING
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
@@ -58,6 +59,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *RAIL,
     *WORDS,
     *ALONE,
+    *EDGES,
 )
 Enter = Callable[[World | None], None]
 

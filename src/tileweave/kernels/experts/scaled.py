@@ -123,12 +123,12 @@ def pack(
 
 
 def launcher(sizes: Sizes, num_sms: int) -> Launcher:
-    """Launches for one shape, called with the tensors of :class:`Tensors`. ``num_sms``: 0 in the
-    interpreter."""
-    s, rows = sizes, sizes.bound / max(sizes.experts, 1)
+    """Launches for one shape, called with the tensors of :class:`Tensors`. No size is 0.
+    ``num_sms``: 0 in the interpreter."""
+    s, rows = sizes, sizes.bound / sizes.experts
     tile_m = 16 if num_sms == 0 else 128 if rows > 64 else 64 if rows > 16 else 16
     tiles = min(s.bound, s.experts + s.bound // tile_m) * triton.cdiv(s.cols, TILE_N)
-    programs = max(1, min(2 * num_sms if num_sms else INTERPRETED_PROGRAMS, tiles))
+    programs = min(2 * num_sms if num_sms else INTERPRETED_PROGRAMS, tiles)
     fixed = {"sizes": sizes, "C": Choices(tile_m, TILE_N, TILE_K, GROUP_M)}
     warps = 8 if tile_m == 128 else 4
     options = {"num_warps": warps, "num_stages": 3}
