@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 3
+WORKERS ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ endif
 demo: venv ## show what the library does; needs no GPU
 	$(BIN)/tileweave demo
 
-test: venv ## run the tests this machine can run; WORKERS= other than 3 processes, 0 for none (GPUs: one file at a time)
+test: venv ## run the tests this machine can run; WORKERS= other than 2 processes, 0 for none (GPUs: one file at a time)
 	$(BIN)/python -m pytest -q -n $(if $(GPUS),0,$(WORKERS)) --dist loadfile
 
 test-fast: venv ## run the tests of the edit loop: no simulator, each operator interpreted and explored once (docs/testing.md)
