@@ -229,7 +229,6 @@ _WORDS = {
     "leavers": protocol.LEAVERS,
     "data": protocol.TIMEOUT_US,
     "meeting": protocol.MEETING_US,
-    "next": protocol.NEXT,
     "group": protocol.GROUP,
     "member": protocol.MEMBER,
 }
