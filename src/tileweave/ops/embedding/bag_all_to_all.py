@@ -37,6 +37,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, topology_of
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     debugging,
@@ -66,6 +67,7 @@ from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
 from tileweave.planning.topology import Topology
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 _METAS: dict = {}
 # made here: compilers cannot make a tensor that requires a gradient
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
@@ -323,7 +325,7 @@ def _call(
             "one of them",
             "call under torch.no_grad()",
         )
-        torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
+        _INTO_OUT(*common, out=out)
         return out
     if tables:
         anchor = None
@@ -331,9 +333,7 @@ def _call(
         anchor is None and torch.is_grad_enabled()
     ):  # this rank must send gradients to owners, though it has no tables
         anchor = _ANCHOR.to(indices.device)
-    return torch.ops.tileweave.embedding_bag_all_to_all(
-        *common, kind, divide, states, rate, epsilon, anchor
-    )
+    return _OPERATOR(*common, kind, divide, states, rate, epsilon, anchor)
 
 
 def _forward(
