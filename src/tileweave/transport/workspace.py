@@ -349,8 +349,8 @@ class Instance:
             finally:
                 CALL.posted = ledger.calls > calls
         stream = self.transport.order()
-        if region is not None and not capturing:
-            self.regions.order(region, stream)
+        if region is not None:
+            self.regions.order(region, stream, self.transport.capture_number())
         return capturing
 
     def launched(self) -> None:

@@ -100,7 +100,7 @@ def run_fused(
     meta = meta_of(metas, tables, columns, indices.device, capturing)
     region, lends = _region_of(instance, out), False
     if region is None:
-        region, lends = instance.regions.choose(capturing)
+        region, lends = instance.regions.choose(transport.capture_number())
     peers = endpoint(instance, out_dtype)
     launch = _launcher(
         instance,
