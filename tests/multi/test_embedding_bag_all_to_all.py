@@ -6,6 +6,8 @@ Kernels compile for each dtype and config, which is most of the time here, so th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.support import embedding, embedding_backward, gpu_behaviour, sharded_embedding
@@ -54,6 +56,11 @@ def test_many_calls_with_late_ranks_and_held_results(largest: World) -> None:
 
 def test_results_are_lent(largest: World) -> None:
     largest.run(embedding.results_are_lent, CASES["plain"], CONFIG, timeout=120)
+
+
+def test_calls_again(largest: World) -> None:
+    larger = replace(CASES["plain"], batch=4 * CASES["plain"].batch)
+    largest.run(embedding.calls_again, CASES["plain"], larger, timeout=120)
 
 
 def on_two_streams(me: Member, case: Case) -> None:
