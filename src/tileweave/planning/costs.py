@@ -381,8 +381,11 @@ class Costs:
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
         c, sms = self.c, self.device.num_sms
         nbytes = (m * k + n * k) * itemsize + m * n * max(itemsize, 2)
-        aligned = is_aligned(n, k, itemsize)
-        rate, shapes = (1.0, _TILES) if aligned else (c.matmul_unaligned, _OLD_TILES)
+        rate, shapes = 1.0, _TILES
+        if not is_aligned(n, k, itemsize):  # as much per multiprocessor on any generation
+            hopper = HOPPER_FLOPS / HOPPER_SMS
+            rate = min(c.matmul_unaligned * hopper / (self.device.flops / sms), 1.0)
+            shapes = _OLD_TILES
         best = float("inf")
         for tile_m, tile_n in shapes:
             tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
