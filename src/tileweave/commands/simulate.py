@@ -459,6 +459,9 @@ def trust_command(
         rows = trust.summarise(judged, side)
         if rows:
             screen.print(report.summary_table(side, rows))
+    if cells:
+        every_side = trust.summarise(judged, None)
+        screen.print(report.summary_table("both sides, as a blind test", every_side))
     pairs, mean, worst = trust.repeatability(measured)
     if pairs:
         apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"

@@ -33,6 +33,7 @@ REFERENCE = "h200"  # where the coefficients of the simulator were measured
 _TILES = tuple(
     (m, n) for m in (64, 128, 192, 256, 384) for n in range(32, 257, 32) if m * n <= 256 * 192
 )
+_OLD_TILES = ((128, 128),)  # of kernels without TMA and wgmma
 # Consecutive all-gathers of 2.1 MB (fitted cells) are slower than after a matmul, those of 8 MB are
 # not.
 SHORT = 2.5e6
@@ -157,16 +158,21 @@ class Coefficients:
         ``overlap``, the fraction of the shorter of memory and multiplication that is not hidden;
         ``stream``, memory rate of one multiprocessor; ``again``: a short matmul that is repeated
         without anything between has the clock rate of a matmul of this duration; ``limit``: at
-        most that many times slower than at full clock.
-    fused_* : of fused kernels. ``launch`` in a graph and ``eager``; ``tile``, prologue and epilogue
-        of a tile; ``part``, a partial tile that is passed on; ``rate``, the main loop relative to
-        cuBLAS; ``feed``, rate of L2.
+        most that many times slower than at full clock; ``unaligned``, the rate of multiplications
+        where rows of an operand or the result are no multiple of 16 bytes, relative to others:
+        TMA, hence wgmma, do not take those.
+    fused_* : of fused kernels. ``launch`` in a graph and ``eager``; ``tile``, from the last
+        multiplication of a tile to the first of the next, whatever its size; ``part``, a partial
+        tile that is passed on; ``rate``, the main loop relative to cuBLAS; ``feed``, rate of L2.
     grouped_rate : main loop of the expert operators relative to the other fused kernels.
-    grouped_step : time of a program of the combine for a block of tokens, if memory and links are
-        not slower.
+    grouped_overlap : the fraction of the shorter of memory and multiplication that the expert
+        operators do not hide.
+    grouped_step : time of a program of the Triton kernel of the combine for a block of tokens, if
+        memory and links are not slower.
+    grouped_trip : in the Hopper kernel, time of a thread for eight columns of the rows of two
+        tokens: the way to memory and back.
     one_shot_launch, scatter_eager : launches of kernels that push tiles, in a graph and eager.
     scatter_tile : how long a program is blocked while it stores a tile to a peer.
-    staged_tile : end of a tile that copy engines move, or that stays.
     take : time to read a piece (64 columns) of one peer from the slot, if memory is not slower.
     exchange_* : one launch that gathers or scatters before or after cuBLAS: ``latency``,
         ``fraction`` of the link rate.
@@ -177,7 +183,9 @@ class Coefficients:
         is longer than a gap for an unknown reason; after a matmul it is not there.
     push_* : pushes by kernels: ``latency``, ``fraction`` of the link rate.
     copy_* : copy engines: ``latency`` before the first copy of a call; ``fraction``; ``queued``,
-        time per copy; ``one``, the fraction that the copies of the co-run bound reach.
+        time per copy; ``one``, the fraction that the copies of the co-run bound reach; ``wait``, a
+        wait for a counter or a flag; ``look``, until a wait that was not satisfied looks again.
+    pull_fraction : of the link rate, by copies that read from peers, of more than two ranks.
     signal : from a remote store until a program there sees it.
     gap : between two dependent launches, in a graph or queued.
     stream, permute : fraction of the memory rate of copying kernels, and of those that read a
@@ -190,7 +198,7 @@ class Coefficients:
     own_* : lookups by tileweave's kernel: ``memory``, fraction of the memory rate; ``bag``, time
         per bag.
     pooled_* : lookups that store to peers: ``latency``; ``norm``, the p of the norm of reading and
-        sending.
+        sending; ``host``, what the host takes for an eager call, of which hosts differ by two.
     """
 
     matmul_launch: float
@@ -206,6 +214,7 @@ class Coefficients:
     matmul_stream: float
     matmul_again: float
     matmul_limit: float
+    matmul_unaligned: float
     fused_launch: float
     fused_eager: float
     fused_tile: float
@@ -213,11 +222,12 @@ class Coefficients:
     fused_rate: float
     fused_feed: float
     grouped_rate: float
+    grouped_overlap: float
     grouped_step: float
+    grouped_trip: float
     one_shot_launch: float
     scatter_eager: float
     scatter_tile: float
-    staged_tile: float
     take: float
     exchange_latency: float
     exchange_fraction: float
@@ -231,6 +241,9 @@ class Coefficients:
     copy_fraction: float
     copy_queued: float
     copy_one: float
+    copy_wait: float
+    copy_look: float
+    pull_fraction: float
     signal: float
     gap: float
     stream: float
@@ -245,6 +258,7 @@ class Coefficients:
     own_bag: float
     pooled_latency: float
     pooled_norm: float
+    pooled_host: float
 
 
 @dataclass(frozen=True)
@@ -367,14 +381,19 @@ class Costs:
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
         c, sms = self.c, self.device.num_sms
         nbytes = (m * k + n * k) * itemsize + m * n * max(itemsize, 2)
+        rate, shapes = 1.0, _TILES
+        if not is_aligned(n, k, itemsize):  # as much per multiprocessor on any generation
+            hopper = HOPPER_FLOPS / HOPPER_SMS
+            rate = min(c.matmul_unaligned * hopper / (self.device.flops / sms), 1.0)
+            shapes = _OLD_TILES
         best = float("inf")
-        for tile_m, tile_n in _TILES:
+        for tile_m, tile_n in shapes:
             tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
             for split in _SPLITS:
                 if split > 1 and tiles * split > sms:
                     break
                 active = min(sms, tiles * split)
-                one = self.block(tile_m, tile_n, k / split, active, itemsize) + c.matmul_tile
+                one = self.block(tile_m, tile_n, k / split, active, itemsize, rate) + c.matmul_tile
                 memory = nbytes / min(self.memory_rate, active * c.matmul_stream)
                 # partial sums in fp32 are written to L2 and read back
                 parts = c.matmul_split + 8.0 * split * m * n / self.feed if split > 1 else 0.0
@@ -385,9 +404,18 @@ class Costs:
         """Both concurrently: the longer plus a fraction of the shorter."""
         return max(multiply, memory) + self.c.matmul_overlap * min(multiply, memory)
 
-    def block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int = 2) -> float:
-        """A tile of cuBLAS over ``k`` on one multiprocessor while ``active`` of them work."""
-        flops = self.flops * (FP8_RATE if itemsize == 1 else 1.0)
+    def block(
+        self,
+        tile_m: int,
+        tile_n: int,
+        k: float,
+        active: int,
+        itemsize: int = 2,
+        rate: float = 1.0,
+    ) -> float:
+        """A tile of cuBLAS over ``k`` on one multiprocessor while ``active`` of them work, at
+        ``rate`` times its usual rate."""
+        flops = self.flops * rate * (FP8_RATE if itemsize == 1 else 1.0)
         multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
         return _norm(
             self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed
@@ -402,13 +430,18 @@ class Costs:
         itemsize: int,
         memory: float,
         rate: float = 1.0,
+        exposed: float | None = None,
     ) -> float:
         """The same in our kernels. ``memory``: seconds to read bytes that are not in L2. ``rate``:
-        relative to their usual rate."""
+        relative to their usual rate. ``exposed``: the fraction of the shorter
+        of multiplication and memory that is not hidden, if not that of cuBLAS."""
         flops = self.flops * self.c.fused_rate * rate * (FP8_RATE if itemsize == 1 else 1.0)
         multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
-        return self._overlapped(_norm(self.c.matmul_norm, multiply, feed), memory)
+        block = _norm(self.c.matmul_norm, multiply, feed)
+        if exposed is None:
+            return self._overlapped(block, memory)
+        return max(block, memory) + exposed * min(multiply, memory)
 
     def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
         """A time at full clock -> a time under the power limit. ``busy``: the fraction of it in
@@ -487,6 +520,11 @@ class Costs:
         return self.c.pooled_latency + _norm(
             self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent
         )
+
+
+def is_aligned(n: int, k: int, itemsize: int) -> bool:
+    """Whether rows of k elements, and those of a result of n columns, are multiples of 16 bytes."""
+    return k * itemsize % 16 == 0 and n * max(itemsize, 2) % 16 == 0
 
 
 def _norm(p: float, *parts: float) -> float:

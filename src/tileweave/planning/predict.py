@@ -54,7 +54,7 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
     w = work_of(op, p)
     if c is None:
         whole = w.nbytes * p.world_size / (p.world_size - 1)
-        return _cublas(w.m, w.n, w.k, p, costs) + costs.nccl(
+        return costs.matmul(w.m, w.n, w.k, p.itemsize) + costs.nccl(
             PLANNED[op].collective, p.world_size, whole, link_rate
         )
     if c.kernel == "library" and c.transport == "sm":
@@ -76,21 +76,15 @@ def host_seconds(op: str, c: MatmulConfig | None, world_size: int) -> float:
     return 80e-6 * world_size if c.kernel == "library" else 0.0
 
 
-def _cublas(m: int, n: int, k: int, p: Problem, costs: Costs) -> float:
-    """Rows that are no multiple of 16 bytes take 2 to 3 times as long (decision 0017)."""
-    aligned = n * p.itemsize % 16 == 0 and k * p.itemsize % 16 == 0
-    return costs.matmul(m, n, k, p.itemsize) * (1.0 if aligned else 2.0)
-
-
 def _launch_and_cublas(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
     one = costs.c.exchange_latency + w.nbytes / (costs.c.exchange_fraction * link_rate)
-    return _cublas(w.m, w.n, w.k, p, costs) + costs.c.gap + w.steps * one
+    return costs.matmul(w.m, w.n, w.k, p.itemsize) + costs.c.gap + w.steps * one
 
 
 def _cublas_per_shard(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
     c, size = costs.c, p.world_size
     each = w.nbytes / (size - 1) / (c.copy_fraction * link_rate)
-    product = _cublas(w.m // size, w.n, w.k, p, costs) * (1.0 + c.corun)
+    product = costs.matmul(w.m // size, w.n, w.k, p.itemsize) * (1.0 + c.corun)
     done = product
     for step in range(1, size):
         done = max(done, c.copy_latency + step * each + c.signal) + c.gap + product
@@ -102,7 +96,7 @@ def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
     sum, which reads all partial sums."""
     c, size = costs.c, p.world_size
     each = w.nbytes / (size - 1) / (c.copy_fraction * link_rate)
-    product = _cublas(w.m // size, w.n, w.k, p, costs) * (1.0 + c.corun)
+    product = costs.matmul(w.m // size, w.n, w.k, p.itemsize) * (1.0 + c.corun)
     sent = 0.0
     for step in range(1, size):
         sent = max(sent, step * (product + c.gap) + c.copy_latency) + each

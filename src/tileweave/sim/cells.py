@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
-from tileweave.planning.table import Entry, read_entries
+from tileweave.planning.candidates import PLANNED
+from tileweave.planning.costs import is_aligned
+from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.table import Entry, read_config, read_entries, tuned_entries
 from tileweave.sim.document import text_of
 from tileweave.sim.modelled import MODELLED
 
@@ -120,14 +124,14 @@ class Cell:
 
     @property
     def in_domain(self) -> bool:
-        """Whether the model covers it: rows of operands and results of matmuls are multiples of 16
-        bytes."""
-        if len(self.shape) != 3 or self.op == "layer":
+        """Whether the model covers it: it knows cuBLAS on rows that are no multiples of 16 bytes,
+        and not our kernels."""
+        if self.quantity != "fused" or len(self.shape) != 3 or self.op == "layer":
             return True
         scatters = self.op != "all_gather_matmul"
         cols, depth = self.shape[1], self.shape[2]
         local = (cols, depth // self.world_size) if scatters else (cols // self.world_size, depth)
-        return all(width * self.itemsize % 16 == 0 for width in local)
+        return is_aligned(*local, self.itemsize)
 
     @property
     def held_out(self) -> bool:
@@ -222,6 +226,7 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
     if "rows" not in case or "depth" not in case:
         return []
     shape = (case["rows"], case["cols"], case["depth"])
+    config = config_of_plan(data["op"], case.get("path", ""))
     return [
         Cell(
             source,
@@ -231,6 +236,7 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
             shape,
             case["graph"],
             timing["median_us"] * 1e-6,
+            tables=with_config(data["op"], config) if config and name == "tileweave" else None,
             repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
         )
         for name, timing in case["times"].items()
@@ -238,6 +244,36 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
     ]
+
+
+_MEASURED_FOR = re.compile(r"as measured for M=(\d+), (\d+) local columns, K=(\d+) on (\d+) GPUs")
+
+
+def config_of_plan(op: str, plan: str) -> MatmulConfig | None:
+    """The config that the text of a plan names; None where the text does not determine it (plans
+    of before 2026-11-26 say less), or the path is unfused."""
+    head = plan.partition("\n")[0]
+    cut, _, reason = head.removeprefix("fused, ").partition(": ")
+    if not head.startswith("fused, ") or op not in PLANNED:
+        return None
+    found = _MEASURED_FOR.match(reason)
+    if found:
+        place = tuple(map(int, found.groups()))
+        known = [
+            entry.config
+            for entry in tuned_entries(op)
+            if (entry.rows, entry.cols, entry.depth, entry.world_size) == place
+        ]
+    elif reason.startswith(("predicted", "measured here")):
+        known = list(PLANNED[op].configs)
+    else:
+        known = []
+    return next((config for config in known if str(config) == cut), None)
+
+
+def with_config(op: str, config: MatmulConfig) -> Tables:
+    """A table that has nothing but one config, which every shape then gets."""
+    return Tables({op: (Entry(1, 1, 1, None, config),)})
 
 
 _EMBEDDING = {
@@ -315,10 +351,8 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
 def _component(source: str, data: dict[str, Any], entry: dict[str, Any]) -> Cell:
     """A measurement of a component; ``config`` is the one measured, if not that of the tables."""
     if "config" in entry:
-        table = {
-            "entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]
-        }
-        entry = {**entry, "tables": Tables({entry["op"]: read_entries(json.dumps(table), source)})}
+        config = read_config(entry["config"], source)
+        entry = {**entry, "tables": with_config(entry["op"], config)}
     return Cell(
         source,
         entry["op"],

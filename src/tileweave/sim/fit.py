@@ -23,8 +23,14 @@ _GIVEN = {
     "attention": "not measured by us: arXiv 2407.08608, up to 740 of 989 TFLOP/s forward, "
     "less backwards and for short ones",
     "signal": "not measured by itself: 3.5 us for a barrier of both ways, less its launch",
+    "copy_wait": "measured: decision 0013",
+    "copy_look": "measured: decision 0013",
+    "pull_fraction": "three copies of 33.5 MB at once by each of four ranks, not in step: 375 to "
+    "419 us; planning/measured agrees with 0.5 to 0.6",
+    "grouped_trip": "the latency of memory under load, as in planning/predict.py",
 }
 _FRACTIONS = (
+    "matmul_unaligned",
     "matmul_flops",
     "matmul_memory",
     "push_fraction",
@@ -67,18 +73,20 @@ START = Coefficients(
     matmul_stream=5e10,
     matmul_again=1e-3,
     matmul_limit=1.2,
+    matmul_unaligned=0.4,
     fused_launch=5e-6,
     fused_eager=8e-6,
-    fused_tile=1e-6,
+    fused_tile=2e-6,
     fused_part=2e-6,
     fused_rate=1.0,
     fused_feed=1.2e13,
     grouped_rate=0.9,
+    grouped_overlap=0.3,
     grouped_step=2e-6,
+    grouped_trip=1.2e-6,
     one_shot_launch=4e-6,
     scatter_eager=8e-6,
     scatter_tile=1e-6,
-    staged_tile=1e-6,
     take=1.5e-6,
     exchange_latency=4e-6,
     exchange_fraction=0.6,
@@ -95,6 +103,9 @@ START = Coefficients(
     copy_fraction=0.8,
     copy_queued=4e-6,
     copy_one=0.6,
+    copy_wait=2.5e-6,
+    copy_look=6e-6,
+    pull_fraction=0.7,
     signal=1.5e-6,
     gap=2e-6,
     stream=0.6,
@@ -109,6 +120,7 @@ START = Coefficients(
     own_bag=1e-10,
     pooled_latency=1e-5,
     pooled_norm=6.0,
+    pooled_host=2e-4,
 )
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -190,7 +202,7 @@ BLOCKS = (
     Block("own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100),
     Block(
         "pooled",
-        ("pooled_latency", "pooled_norm"),
+        ("pooled_latency", "pooled_norm", "pooled_host"),
         lambda cell: _of_lookups(cell, "fused"),
         100,
     ),
@@ -214,16 +226,16 @@ BLOCKS = (
     ),
     Block(
         "experts",
-        ("grouped_rate", "grouped_step"),
+        ("grouped_rate", "grouped_overlap", "grouped_step"),
         lambda cell: (
             cell.op in ("dispatch_grouped_matmul", "grouped_matmul_combine")
             and cell.quantity == "fused"
         ),
-        40,
+        80,
     ),
     Block(
         "fused scatter",
-        ("one_shot_launch", "scatter_eager", "scatter_tile", "staged_tile", "take"),
+        ("one_shot_launch", "scatter_eager", "scatter_tile", "take"),
         lambda cell: cell.op in (*_SCATTERS, "matmul_all_to_all") and cell.quantity == "fused",
         110,
         2,

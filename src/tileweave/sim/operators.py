@@ -227,12 +227,12 @@ class Operators:
         return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
-        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, before: bool = False
     ) -> float:
-        """cuBLAS, and one launch of ours for the communication, before or after it. Nothing
-        overlaps."""
+        """cuBLAS, and one launch of ours for the communication, after it, or ``before`` it (as an
+        all-gather always is). Nothing overlaps."""
         c = self.c
-        nbytes = m * (k if kind == "all_gather" else n) * itemsize / world
+        nbytes = m * (k if before or kind == "all_gather" else n) * itemsize / world
         seen = view(self._node(world), c.exchange_fraction)
         loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
         if seen.cluster.device.inside == "mesh":
@@ -314,6 +314,9 @@ class Operators:
     ) -> float:
         """Seconds of the fused exchange of x [m, k] and matmul with w of ``n`` rows."""
         config = exchange_matmul_config(exchange, world, m, n, k, entries)
+        if config.kernel == "library":
+            rows, depth = exchange.result(m, k, world)
+            return self.cublas_and_exchange("all_to_all", world, rows, n, depth, itemsize, True)
         problem = Problem(world, m, n, k, itemsize, "bfloat16")
         schedule, parts = exchange_schedule_for(
             problem, config, exchange, 0, machine_of(self.cluster)

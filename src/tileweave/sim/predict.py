@@ -173,7 +173,9 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "own":
         return ops.costs.own_lookup(bags, bags * pooling, row)
     if cell.quantity == "fused":
-        return ops.fused_embedding(cell.world_size, bags, pooling, row)
+        seconds = ops.fused_embedding(cell.world_size, bags, pooling, row)
+        # a call after the other; steps have a host of their own (sim/step.py)
+        return seconds if cell.graph else max(seconds, ops.c.pooled_host)
     return {"compute": time.compute, "unfused": time.unfused}.get(cell.quantity)
 
 

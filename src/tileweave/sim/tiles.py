@@ -25,7 +25,7 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
-_TILE_AREA = 128 * 128  # the tile that fused_tile and fused_part were measured for
+_TILE_AREA = 128 * 128  # the tile that fused_part and scatter_tile were measured for
 _PIECE = 64  # columns that an epilogue handles at once
 SEVERAL = RESULT = -1
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
@@ -33,8 +33,8 @@ Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class TileEvent:
-    """A ``push``, ``wait``, ``compute`` or ``sum`` of a program; times in seconds. Program -1 is
-    the copy engine."""
+    """A ``push``, ``pull``, ``wait``, ``compute`` or ``sum`` of a program; times in seconds.
+    Program -1 is the copy engine."""
 
     program: int
     kind: str
@@ -88,9 +88,10 @@ class Kernel:
         self.active = max(sum(1 for units in self.work.values() if units), 1)
         self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
-        rate = min(costs.memory_rate, self.active * costs.c.matmul_stream)
+        # bytes/s from memory while all programs read
+        self.reads = min(costs.memory_rate, self.active * costs.c.matmul_stream)
         # seconds per K block to read bytes that are not in L2
-        self.memory = nbytes / rate / blocks * self.active
+        self.memory = nbytes / self.reads / blocks * self.active
 
     def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
         if self.recording and self.env.now > begin:
@@ -113,12 +114,21 @@ class Kernel:
     def blocks(self, count: int) -> simpy.Event:
         """The main loop over ``count`` K blocks. It takes longer if it begins while links are busy,
         because of power and memory."""
-        schedule = self.schedule
-        depth, memory = min(count * schedule.tile_k, schedule.depth), self.memory * count
-        one = self.costs.fused_block(
-            schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory
-        )
+        one = self.block_time(count)
         return self.env.timeout(one * (1.0 + self.c.corun) if self.travelling else one)
+
+    def block_time(self, count: int, memory: float = 0.0) -> float:
+        """Seconds of ``count`` K blocks; ``memory``: of further bytes that the ring of operands
+        brings meanwhile."""
+        schedule = self.schedule
+        return self.costs.fused_block(
+            schedule.tile_m,
+            schedule.tile_n,
+            min(count * schedule.tile_k, schedule.depth),
+            self.active,
+            self.itemsize,
+            self.memory * count + memory,
+        )
 
     def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
         """Compute one unit. Returns whether that completes its tile."""
@@ -131,7 +141,7 @@ class Kernel:
     ) -> Generator[simpy.Event, Any, bool]:
         """The end of a unit: pass a partial tile on, or collect partial tiles and end the tile."""
         schedule, c, owns = self.schedule, self.c, unit.owner == program
-        yield self.env.timeout((self.tile if owns else c.fused_part) * self.area)
+        yield self.env.timeout(self.tile if owns else c.fused_part * self.area)
         self.note(program, "compute", peer, begin, unit.tile)
         if not owns:
             self._part(unit.tile, program).succeed()
@@ -151,7 +161,14 @@ class Kernel:
     def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
         self.env.run(self.env.all_of(processes))
         inner = float(self.env.now)
-        return KernelRun(launch + self.costs.throttled(inner), inner, self.waited, self.events)
+        schedule, rate = self.schedule, self.costs.flops * self.c.fused_rate
+        elements = schedule.num_tiles * schedule.tile_m * schedule.tile_n
+        # Tensor cores draw the power, and they also wait: for shards, for tiles to end. In a step
+        # of training the clock is that of the whole step.
+        multiply = inner if self.costs.sustained else 2.0 * elements * schedule.depth / rate
+        busy = min(multiply / inner, 1.0)
+        seconds = launch + self.costs.throttled(inner, busy)
+        return KernelRun(seconds, inner, self.waited, self.events)
 
 
 def gather_matmul(
@@ -294,7 +311,8 @@ def scatter_matmul(
     """A matmul whose tiles are pushed to their owners when they are computed, those of peers first.
 
     by_engine : copy engines copy whole chunks, one by one, when all tiles of a chunk are there;
-        otherwise the kernel stores each tile to its owner.
+        otherwise the kernel stores each tile to its owner. Of an all-reduce they also pull what
+        peers have summed, chunk by chunk, after all pushes (decision 0045).
 
     by_columns : owners have columns of the result, and not rows (an all-to-all that scatters
         columns).
@@ -326,7 +344,8 @@ class _Scatter(Kernel):
         nbytes = _operands_read(schedule, itemsize, cluster.device.l2, by_columns)
         super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
         self.by_engine = by_engine
-        self.tile = costs.c.staged_tile
+        if not by_engine:
+            self.tile = 0.0  # warps that multiply store tiles themselves: scatter_tile is all of it
         # tiles of each chunk of peers that are not computed yet, by distance of the owner less one
         self.missing = {
             (step, chunk): (end - first) * schedule.tile_cols
@@ -334,7 +353,12 @@ class _Scatter(Kernel):
             for chunk in range(schedule.chunks)
             for first, end in [schedule.chunk_bounds(chunk)]
         }
-        # the end of the last copy of each lane; pulls have a lane for each owner
+        # own tiles of each chunk that are not summed yet
+        self.unsummed = [
+            (end - first) * schedule.tile_cols
+            for first, end in map(schedule.chunk_bounds, range(schedule.chunks))
+        ]
+        # the end of the last copy of each lane; the pulls of an all-to-all have one per owner
         self.lanes: dict[int, simpy.Event] = {}
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
@@ -367,7 +391,7 @@ class _Scatter(Kernel):
         ]
         if not self.by_engine:
             processes.append(self.env.process(self._egress(tiles * per_tile)))
-        elif self.combine == "keep":
+        elif self.combine != "sum":
             processes.append(self.env.process(self._all_pulled()))
         return super().run(launch, processes)
 
@@ -385,8 +409,11 @@ class _Scatter(Kernel):
         yield last
 
     def _all_pulled(self) -> Generator[simpy.Event, Any, None]:
-        """The end of a call whose programs do not read what copy engines bring."""
-        yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
+        """The end of a call whose programs do not read what copy engines pull."""
+        if self.combine == "keep":
+            yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
+        else:
+            yield self.env.all_of([self._event(RESULT, c) for c in range(self.owners.chunks)])
 
     def _store(self, peer: int, tiles: float, arrived: simpy.Event) -> simpy.Event:
         """Store ``tiles`` tiles. The program is blocked while links take them."""
@@ -409,14 +436,47 @@ class _Scatter(Kernel):
     def _copy(
         self, step: int, chunk: int, before: simpy.Event | None
     ) -> Generator[simpy.Event, Any, None]:
+        late = self._waits(before)
         if before is not None:
             yield before
-        schedule, begin = self.owners, self.env.now
+        begin = self.env.now
+        yield self.push(self._chunk_bytes(chunk), [step + 1], late)
+        self.note(-1, "push", (self.owners.rank + 1 + step) % self.owners.world_size, begin)
+        self._event(step + 1, chunk).succeed()
+
+    def _chunk_bytes(self, chunk: int) -> float:
+        schedule = self.owners
         first, end = schedule.chunk_bounds(chunk)
         rows = min(end * schedule.tile_m, schedule.rows) - first * schedule.tile_m
-        yield self.push(float(rows * schedule.cols * self.itemsize), [step + 1], self.c.copy_queued)
-        self.note(-1, "push", (schedule.rank + 1 + step) % schedule.world_size, begin)
-        self._event(step + 1, chunk).succeed()
+        return float(rows * schedule.cols * self.itemsize)
+
+    def _count_summed(self, chunk: int) -> None:
+        """Count a summed tile of a chunk; when it is the last one, so it is on all ranks, and the
+        copy engine pulls this chunk of each peer."""
+        self.unsummed[chunk] -= 1
+        if self.unsummed[chunk] == 0:
+            self.lanes[0] = self.env.process(self._pull(chunk, self.lanes.get(0)))
+
+    def _pull(self, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
+        late = self._waits(before)
+        if before is not None:
+            yield before
+        for distance in range(1, self.owners.world_size):
+            begin = self.env.now
+            nbytes = self._chunk_bytes(chunk)
+            if self.owners.world_size > 2:  # nothing keeps two ranks from reading a third one
+                nbytes *= self.c.copy_fraction / self.c.pull_fraction
+            yield self.push(nbytes, [distance], late)
+            late = self.c.copy_wait + self.c.copy_queued
+            self.note(-1, "pull", distance, begin)
+        self._event(RESULT, chunk).succeed()
+
+    def _waits(self, before: simpy.Event | None) -> float:
+        """Seconds until a copy engine begins a chunk that is there: its wait, and a queued copy. An
+        engine that has waited for the chunk looks again only after a while."""
+        idle = before is None or before.triggered
+        c = self.c
+        return c.copy_wait + c.copy_queued + (c.copy_look if idle else 0.0)
 
     def _event(self, step: int, index: int) -> simpy.Event:
         return self.got.setdefault((step, index), self.env.event())
@@ -442,12 +502,15 @@ class _Scatter(Kernel):
                 yield self._store(owner, 1.0, self._event(step + 1, index))
                 made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
-                at = chunk if self.by_engine else index
+                parts = [self._event(s, chunk if self.by_engine else index) for s in range(1, size)]
+                if self.by_engine:
+                    yield from self._add(program, parts, unit)
+                    if self.combine == "sum_and_gather":
+                        self._count_summed(chunk)
+                    continue
                 # a sum reads the tiles of all peers at once
-                takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1
-                yield from self._sum(
-                    program, [self._event(s, at) for s in range(1, size)], index, takes
-                )
+                takes = size - 1 if self.combine == "keep" else 1
+                yield from self._sum(program, parts, index, takes)
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
         for tile in mine:  # by symmetry rows of peers are here when own rows are there
@@ -485,6 +548,20 @@ class _Scatter(Kernel):
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
         yield self._takes(takes)
         self.note(program, "sum", 0, begin, index)
+
+    def _add(
+        self, program: int, parts: list[simpy.Event], unit: Unit
+    ) -> Generator[simpy.Event, Any, None]:
+        """Add what copy engines brought for an own tile. It comes through the ring of operands, so
+        it is read while the tile is multiplied, unless it came too late for that."""
+        begin, late = self.env.now, any(not part.triggered for part in parts)
+        yield self.env.all_of(parts)
+        self.waited += self.env.now - begin
+        read = self.tile_bytes * (self.owners.world_size - 1) * self.active / self.reads
+        count = unit.k_end - unit.k_begin
+        hidden = self.block_time(count, read) - self.block_time(count)
+        yield self.env.timeout(read if late else hidden)
+        self.note(program, "sum", 0, begin, unit.tile)
 
     def _takes(self, sources: int) -> simpy.Event:
         """Read a tile from the slot, one source after the other, in pieces. For each piece a

@@ -8,14 +8,15 @@ done on a rank, its rows are summed per token and sent to the rank of the token,
 receives.
 
 Routing is uniformly random: each token goes to ``topk`` of all experts. One rank is simulated, the
-busiest one, by the expectation of the largest of R draws. Its rows are spread evenly over the
-experts that have any.
+busiest one, by the expectation of the largest of R draws. Its rows are divided among
+experts by the quantiles of what random routing gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
@@ -33,7 +34,8 @@ from tileweave.planning.schedules.grouped import (
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
-_TILE_AREA = 128 * 128  # the tile that fused_tile was measured for
+_GOLDEN = 0.6180339887498949
+_HELD, _VECTOR = 2, 8  # tokens that a thread of the combine sums at once, columns that it loads
 MOST_SIGNALS = 32  # signals per source
 
 
@@ -71,10 +73,16 @@ class Routing:
         return max(round(max(mean + largest * drawn**0.5, mean * self.skew)), 1)
 
     def offsets(self) -> list[int]:
-        """Where the rows of each expert begin, spread evenly over the experts that have any."""
+        """Where the rows of each expert begin, of the experts that have any: as many as the
+        quantiles of random counts say, since a few rows more may be another row of tiles."""
         rows, experts = self.rows(), self.p.experts
         hit = min(max(round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows)), 1), rows)
-        return [rows * expert // hit for expert in range(hit + 1)]
+        mean = rows / hit
+        counts = NormalDist(mean, max(mean * (1.0 - 1.0 / hit), 1e-9) ** 0.5)
+        # the multiples of the golden ratio, so that large and small ones alternate
+        found = [max(counts.inv_cdf((i * _GOLDEN + 0.5) % 1.0 or 0.5), 1.0) for i in range(hit)]
+        ends = list(accumulate(found, initial=0.0))
+        return [round(rows * end / ends[-1]) for end in ends]
 
     def reached(self, experts: int) -> float:
         """The fraction of tokens with a choice among ``experts`` given experts."""
@@ -108,7 +116,6 @@ class _Grouped:
         nbytes = float(rows * p.depth + hit * p.cols * p.depth + rows * p.cols) * p.itemsize
         # read from memory; the rest of a tile's operands is in L2
         self.tile_bytes = nbytes / len(self.tiles)
-        self.area = self.tile_m * self.tile_n / _TILE_AREA
         self.view = view(cluster, costs.c.push_fraction)
         self.links = Links(self.env, self.view.capacities)
 
@@ -118,11 +125,17 @@ class _Grouped:
         # what L2 gives one program; enough stages of weights are in flight for it
         most = self.costs.fused_feed / self.cluster.device.num_sms
         memory = self.tile_bytes / min(self.costs.memory_rate / active, most)
-        rate = self.c.grouped_rate
         one = self.costs.fused_block(
-            self.tile_m, self.tile_n, self.p.depth, active, self.p.itemsize, memory, rate
+            self.tile_m,
+            self.tile_n,
+            self.p.depth,
+            active,
+            self.p.itemsize,
+            memory,
+            self.c.grouped_rate,
+            self.c.grouped_overlap,
         )
-        return self.env.timeout(one + self.c.fused_tile * self.area)
+        return self.env.timeout(one + self.c.fused_tile)
 
     def push(self, nbytes: float) -> simpy.Event:
         """Send ``nbytes`` to each peer."""
@@ -140,13 +153,8 @@ class _Grouped:
         self.env.run(self.env.all_of(processes))
         launch = self.c.fused_launch if graph else self.c.fused_eager
         inner = float(self.env.now)
-        multiply = (
-            2.0
-            * self.offsets[-1]
-            * self.p.cols
-            * self.p.depth
-            / (self.costs.flops * self.c.grouped_rate)
-        )
+        elements = len(self.tiles) * self.tile_m * self.tile_n
+        multiply = 2.0 * elements * self.p.depth / (self.costs.flops * self.c.grouped_rate)
         return launch + self.costs.throttled(inner, min(multiply / inner, 1.0))
 
 
@@ -221,9 +229,13 @@ class _Combine(_Grouped):
         self.missing = [self.chunk_of.count(chunk) for chunk in range(self.cut.chunks)]
         sms, c = cluster.device.num_sms, config
         self.workers = (c.num_reduce, c.num_finish) if c.kernel == "triton" else (sms, sms)
+        # the warps that multiply take a quarter of the time of those that reduce
+        self.helpers = 0 if c.kernel == "triton" else 4
         # Blocks per rank and chunk. A ticket of the Hopper kernel has all columns of a chunk and
-        # takes a step per 1024 columns.
+        # takes a step per 1024 columns, of which a thread of the two warps has 16.
         step_cols = c.block_cols if c.kernel == "triton" else 1024
+        trips = c.block_tokens / _HELD * step_cols / (2 * 32 * _VECTOR)
+        self.step = self.c.grouped_step if c.kernel == "triton" else self.c.grouped_trip * trips
         self.blocks = self.cut.blocks * cdiv(self.cut.chunk_cols * self.tile_n, step_cols)
         self.made = [self.env.event() for _ in range(self.cut.chunks)]
 
@@ -238,10 +250,12 @@ class _Combine(_Grouped):
             if self.missing[chunk] == 0:
                 self.made[chunk].succeed()
 
-    def _steps(self, workers: int, ranks: int) -> simpy.Event:
+    def _steps(self, workers: int, ranks: int) -> Generator[simpy.Event, Any, None]:
         """The blocks of the tokens of several ranks, one after the other in each program that has
-        some."""
-        return self.env.timeout(cdiv(self.blocks * ranks, workers) * self.c.grouped_step)
+        some. In the Hopper kernel the warps that multiply help when they are out of tiles."""
+        for _ in range(cdiv(self.blocks * ranks, workers)):
+            helped = self.helpers and not any(self.missing)
+            yield self.env.timeout(self.step / (1 + self.helpers * helped))
 
     def _sums(self) -> Generator[simpy.Event, Any, None]:
         """Chunk by chunk: the rows of each token are added, the partial sum is sent to the rank of
@@ -254,9 +268,9 @@ class _Combine(_Grouped):
             first = chunk * self.cut.chunk_cols * self.tile_n
             # per row
             nbytes = float(min(self.cut.chunk_cols * self.tile_n, p.cols - first) * p.itemsize)
-            steps = self._steps(self.workers[0], p.world_size)
+            steps = self.env.process(self._steps(self.workers[0], p.world_size))
             yield self.env.all_of(
                 [steps, self.push(here * nbytes), self.moved(self.offsets[-1] * nbytes)]
             )
             added = self.moved((2.0 * here * (p.world_size - 1) + p.max_tokens) * nbytes)
-            yield self.env.all_of([self._steps(self.workers[1], 1), added])
+            yield self.env.all_of([self.env.process(self._steps(self.workers[1], 1)), added])

@@ -69,11 +69,13 @@ def judge(
     return found, unknown
 
 
-def summarise(judged: Sequence[Judged], side: str) -> list[Summary]:
-    """Summaries by operator and quantity, then of all cells."""
+def summarise(judged: Sequence[Judged], side: str | None) -> list[Summary]:
+    """Summaries by operator and quantity, then of all cells. ``side`` None: of what was fitted and
+    what was held out, as in a blind test, for which nothing was fitted."""
+    sides = ("fit", "held out") if side is None else (side,)
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
-        if one.side == side:
+        if one.side in sides:
             groups[f"{one.cell.op}: {one.cell.quantity}, world {one.cell.world_size}"].append(one)
     rows = [_summary(name, members) for name, members in sorted(groups.items())]
     everything = [one for members in groups.values() for one in members]

@@ -1,0 +1,87 @@
+"""The model against random shapes on four H200, to none of which a coefficient was fitted: each in
+the config of the plan that it ran with. Figures as in docs/simulator.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tileweave.errors import InputError
+from tileweave.planning.candidates import PLANNED
+from tileweave.planning.costs import Costs, data_sheet, load_calibration
+from tileweave.planning.machine import H200
+from tileweave.sim.cells import config_of_plan, read_cells
+from tileweave.sim.foresee import DEVICES, among, table
+from tileweave.sim.packaged import packaged_cells
+from tileweave.sim.predict import planned
+from tileweave.sim.trust import GOOD_MEAN, judge, summarise
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FILES = sorted(RESULTS.glob("random-*-4xH200-2026-11-26.json"))
+CELLS = read_cells(FILES)
+# geometric means that are over the bar of 8 %: why, docs/simulator.md says
+OVER = {
+    "all_gather_matmul: compute": 0.085,
+    "all_to_all_matmul: unfused": 0.110,
+    "dispatch_grouped_matmul: fused": 0.091,
+    "embedding_bag_all_to_all: fused": 0.112,
+}
+
+
+def test_random_shapes_are_predicted_blind() -> None:
+    judged, unknown = judge(CELLS)
+    *groups, whole = summarise(judged, None)
+    assert (len(FILES), unknown, whole.count) == (8, [], 167)
+    assert whole.mean <= 0.061, whole
+    assert len(groups) == 19 and set(OVER) < {group.name.rpartition(",")[0] for group in groups}
+    for group in groups:
+        assert group.mean <= OVER.get(group.name.rpartition(",")[0], GOOD_MEAN), group
+
+
+def test_no_coefficient_was_fitted_to_them() -> None:
+    assert not {cell.source for cell in packaged_cells("h200")} & {path.name for path in FILES}
+
+
+def test_fused_cells_have_the_config_that_they_ran_with() -> None:
+    """It decides up to half of the time; the nearest entry of the tables is often another one."""
+    fused = [cell for cell in CELLS if cell.quantity == "fused" and cell.op in PLANNED]
+    assert len(fused) >= 40 and all(cell.tables is not None for cell in fused)
+    assert (
+        sum(planned(cell) != planned(replace(cell, tables=None)) for cell in fused) > len(fused) / 4
+    )
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_a_plan_names_its_config(op: str) -> None:
+    for config in PLANNED[op].configs:
+        text = f"fused, {config}: predicted 9.0 us; unfused 9.1\n  unfused: predicted 9.1 us"
+        assert str(config_of_plan(op, text)) == str(config)
+    for text in ("unfused: predicted 1.0 us", "fused, a kernel of 1999: predicted 1.0 us", ""):
+        assert config_of_plan(op, text) is None
+
+
+def test_cublas_is_slow_where_rows_are_not_aligned() -> None:
+    """Decision 0017: 466 us for 4084 x 2500 x 5000 on H200, three times of what aligned rows
+    take."""
+    costs = Costs(data_sheet(H200), load_calibration().coefficients)
+    assert costs.matmul(4084, 2500, 5000) == pytest.approx(466e-6, rel=0.15)
+    assert costs.matmul(4084, 2504, 5000) == pytest.approx(143e-6, rel=0.15)
+    assert costs.matmul(4084, 2504, 5001) > 2.0 * costs.matmul(4084, 2504, 5000)
+
+
+def test_more_ranks_are_predicted_in_the_config_planned_for_them() -> None:
+    """Before they are measured, as docs/results/simulator-eight.md is."""
+    some = [cell for cell in CELLS if cell.key == "4664x18944x15744"]
+    fused = next(cell for cell in some if cell.quantity == "fused")
+    more = among(fused, 8, "h200")
+    assert more is not None and more.world_size == 8 and more.tables != fused.tables
+    rows = [line.split(" | ") for line in table(some, 8).splitlines()[2:]]
+    assert (
+        len(rows) == 1 and rows[0][1] == "4664x18944x15744" and len(rows[0]) == 3 + 4 * len(DEVICES)
+    )
+    compute, unfused, ours = map(float, rows[0][3:6])
+    assert compute < ours < unfused
+    with pytest.raises(InputError, match="2 to 8"):
+        table(some, 9)
