@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, topology_of
 from tileweave.ops.core.registry import (
@@ -71,6 +72,7 @@ _METAS: dict = {}
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 
 
+@checks_types
 def embedding_bag_all_to_all(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -184,6 +186,7 @@ def embedding_bag_all_to_all(
     )
 
 
+@checks_types
 def embedding_bag(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
