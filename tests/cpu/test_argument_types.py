@@ -54,6 +54,7 @@ def calls(me: Member) -> dict[str, tuple[Callable[..., object], dict[str, Any]]]
         ),
         "quantize": (tw.quantize, {"x": x, "kind": "row"}),
         "warmup": (tw.warmup, {"op": "all_gather_matmul", "device": "cpu"}),
+        "plan_sharding": (tw.plan_sharding, {"tables": [tw.TableSpec("a", 8, 8)], "memory": None}),
         "MoE": (tw.nn.MoE, {"hidden_size": 16, "intermediate_size": 16, "top_k": 1}),
         "SigmoidTopK": (tw.nn.SigmoidTopK, {"num_experts": 4, "scale": 1.0}),
         "ColumnParallelLinear": (tw.nn.ColumnParallelLinear, {"in_features": 16, "gather": True}),
@@ -64,6 +65,7 @@ def calls(me: Member) -> dict[str, tuple[Callable[..., object], dict[str, Any]]]
 
 SIZES: dict[str, dict[str, Any]] = {  # what these need besides
     "warmup": {"rows": 4, "cols": 8, "depth": 16},
+    "plan_sharding": {"world_size": 2},
     "MoE": {"num_experts": 4},
     "SigmoidTopK": {"hidden_size": 16, "top_k": 1},
     "ColumnParallelLinear": {"out_features": 16},
@@ -86,7 +88,7 @@ def fits(argument: str, value: object) -> bool:
     """A value that the argument may have, or that flags and modes refuse by themselves."""
     return (
         (isinstance(value, str) and argument in ("op", "mode", "kind", "device"))
-        or (isinstance(value, float) and argument in ("scale", "epsilon"))
+        or (isinstance(value, float) and argument in ("scale", "epsilon", "memory"))
         or (isinstance(value, torch.Tensor) and argument == "x")
         or (value == {} and argument in ("bias", "out", "residual", "topk_weights", "max_tokens"))
     )
@@ -133,7 +135,10 @@ def other_dtypes(me: Member) -> None:
     assert "without a shared expert also clamped_swiglu" in text
     for sizes in ((-32, 16, 4, 2), (32, 0, 4, 2)):
         assert "sizes of 1 or more" in refusal(tw.nn.MoE, *sizes), sizes
-    assert "sizes of 0 or more" in refusal(tw.nn.RowParallelLinear, 32, -16)
+    for size in (-16, 10**30):
+        assert "sizes of 0 or more" in refusal(tw.nn.RowParallelLinear, 32, size)
+    assert "a device of torch" in refusal(tw.nn.ColumnParallelLinear, 32, 16, device="gpu")
+    assert "0 to 1, or None" in refusal(tw.parallelize, torch.nn.Linear(2, 2), src_data_rank=2)
 
 
 @pytest.fixture

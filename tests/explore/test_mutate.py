@@ -51,6 +51,8 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     names.write_text(f"{all_mutants(MEETING)[0].key}\nno such mutant\n", "utf-8")
     with pytest.raises(InputError, match="no such mutant"):
         mutate(names=names, show=False)
+    with pytest.raises(InputError, match="no such file"):
+        mutate(pattern="no such file", show=False)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"key": 1}', b"\xff", b"[" * 5000])

@@ -415,11 +415,11 @@ def test_memory_that_failed_is_asked_for_again() -> None:
     def none(nbytes: int) -> SymmetricBuffer:
         raise MemoryError
 
-    transport.allocate = none  # type: ignore[method-assign]
+    transport.allocate = none
     with pytest.raises(MemoryError):
         instance.reserve(4096)
     assert (instance.slot_bytes, instance.num_slots) == (0, 0)
-    transport.allocate = allocate  # type: ignore[method-assign]
+    transport.allocate = allocate
     transport.events.clear()
     instance.reserve(1024)
     assert "allocate 2048" in transport.events and instance.slots.numel() == 2048

@@ -556,6 +556,12 @@ def mutate(
         :class:`InputError`.
     """
     there = all_mutants(pattern)
+    require(
+        bool(there),
+        f"mutants whose name contains {pattern!r}",
+        "a part of FILE:FUNCTION: CHANGE",
+        "look for names in the results of --json",
+    )
     chosen = list(there) if names is None else _named(there, names)
     random.Random(seed).shuffle(chosen)
     chosen = chosen[: sample or len(chosen)]

@@ -115,9 +115,9 @@ class ParallelLinear(ShardedModule, nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         require(
-            min(in_features, out_features) >= 0,
+            all(0 <= size < 2**31 for size in (in_features, out_features)),
             f"a layer of in_features={in_features}, out_features={out_features}",
-            "sizes of 0 or more",
+            "sizes of 0 or more, below 2**31",
             "pass the sizes of the whole layer",
         )
         self.in_features, self.out_features = in_features, out_features

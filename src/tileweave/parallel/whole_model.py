@@ -137,6 +137,12 @@ def parallelize(
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     size = dist.get_world_size(group_of(name))
+    require(
+        src_data_rank is None or 0 <= src_data_rank < size,
+        f"src_data_rank={src_data_rank}",
+        f"a rank of the mesh, 0 to {size - 1}, or None",
+        "pass the rank that has the weights",
+    )
     check_no_wrapper(model)
     styles, blocks, fused, whole = _styles(model, plan, size)
     styles, blocks, lora = take_base_layers(model, styles, blocks)

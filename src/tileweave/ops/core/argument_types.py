@@ -83,6 +83,13 @@ def _require_types(
         return
     hints = get_type_hints(call, globalns={}, localns=_Names(call))
     for name, value in given.items():
+        if name == "device" and isinstance(value, str):
+            require(
+                _is_device(value),
+                f"{call.__qualname__} with device={value!r:.60}",
+                "a device of torch",
+                'pass "cpu", "cuda" or "meta"',
+            )
         require(
             name not in hints or _fits(value, hints[name]),
             lambda name=name, value=value: f"{call.__qualname__} with {name}={_described(value)}",
@@ -128,6 +135,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, torch.Tensor) and not _is_plain(value):
         return False
     return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_plain(t: torch.Tensor) -> bool:
