@@ -31,6 +31,7 @@ from tileweave.errors import (
     TileweaveError,
     UnsupportedError,
 )
+from tileweave.ops.core.argument_types import checks_types as _checks_types
 from tileweave.ops.core.registration import SPECS as _SPECS
 from tileweave.ops.core.registration import TUNERS as _TUNERS
 from tileweave.ops.core.registration import explain, warmup
@@ -77,6 +78,7 @@ def _tune(*args: object, **kwargs: object) -> None:
 
 
 _TUNERS.append(_tune)
+plan_sharding = _checks_types(plan_sharding)  # planning does not know torch
 
 
 def close(group: _Group | None = None) -> None:

@@ -34,7 +34,8 @@ CASES = [
 UNEVEN = [
     replace(CASES[0], tokens=(0, 7), spare=2, index_dtype=torch.int32),
     replace(CASES[1], experts=5, topk=6),
-    replace(CASES[0], tokens=(19,), experts=1, topk=1, cols=288),
+    # several experts with several columns of scales
+    replace(CASES[0], tokens=(9, 19), experts=2, topk=1, cols=288),
 ]
 
 

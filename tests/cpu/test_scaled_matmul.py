@@ -165,7 +165,9 @@ def by_copy_engines(me: Member) -> None:
         # rows the last rank has fewer
         of_rank = 5 if config is pushed else 18
         rows = {AG: 16, RS: of_rank * me.world_size, AR: 67}[op]
-        case = Case(op, rows, kinds=kinds, bias=True, norm=op == AR, dtype=torch.float16)
+        # several columns of scales, each with one for 128 of K and one for the rest
+        cols = 144 if kinds == KINDS[-1] and config is pushed else 48
+        case = Case(op, rows, cols, kinds=kinds, bias=True, norm=op == AR, dtype=torch.float16)
         with choices.forced(op, config):
             first = check(case, me, 7)
             check(case, me, 8)

@@ -51,6 +51,20 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     names.write_text(f"{all_mutants(MEETING)[0].key}\nno such mutant\n", "utf-8")
     with pytest.raises(InputError, match="no such mutant"):
         mutate(names=names, show=False)
+    with pytest.raises(InputError, match="no such file"):
+        mutate(pattern="no such file", show=False)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"key": 1}', b"\xff", b"[" * 5000])
+def test_files_of_others_are_refused(content: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(content)
+    with pytest.raises(InputError, match=r"asked: --log .*; allowed: .*; remedy: "):
+        mutate(pattern=MEETING, log=log, show=False)
+    log.write_bytes(b"\xff")
+    for names in (tmp_path, log):
+        with pytest.raises(InputError, match=r"asked: --names .*; allowed: .*; remedy: "):
+            mutate(names=names, show=False)
 
 
 @pytest.mark.slow

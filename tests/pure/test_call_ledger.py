@@ -27,6 +27,42 @@ def test_ledger_without_memory_compares_nothing() -> None:
         ledger.compare("op")
 
 
+def test_a_call_is_written_down_before_it_is_compared() -> None:
+    """Otherwise two ranks that come at the same time would both find nothing."""
+    blocks, ledger, seen = {rank: bytearray(NBYTES) for rank in range(2)}, Ledger(), list[int]()
+
+    class Page:
+        def __getitem__(self, place: int) -> int:
+            seen.append(ledger.entry & 0xFFFFFFFF)
+            return 0
+
+    ledger.open(blocks, 0)
+    ledger._peers = [(1, Page())]
+    ledger.post("op", 7)
+    assert seen == [1]
+
+
+def test_set_ups_that_fail_alike_count() -> None:
+    """All ranks have been in them, so a rank that finds a peer there goes on."""
+    ledger = ledgers(2)[0]
+    for error, count in ((tw.RankMismatchError("a"), 1), (tw.UnsupportedError("b"), 2)):
+        with pytest.raises(type(error)), ledger.set_up("op"):
+            raise error
+        assert ledger.set_ups == count
+    with pytest.raises(MemoryError), ledger.set_up("op"):
+        raise MemoryError
+    assert ledger.set_ups == 2, "a failure of this rank alone"
+
+
+def test_a_call_that_was_given_up_for_a_peer_has_a_mark_of_its_own() -> None:
+    first, second = ledgers(2)
+    first.break_off(False, given_up=True)
+    second.break_off(False, given_up=True)
+    assert first.entry == second.entry == 1 << 32 | 1
+    first.break_off(False)
+    assert first.entry == 2
+
+
 def test_closed_ledger_keeps_no_memory() -> None:
     """Shared memory is unmapped when nothing refers to it."""
     blocks, ledger = {rank: bytearray(NBYTES) for rank in range(2)}, Ledger()

@@ -301,6 +301,32 @@ def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
     assert driver.calls.index("kernel") < driver.calls.index("cuGraphLaunch")
 
 
+def test_a_pointed_graph_is_of_the_memory_that_it_has_now(driver):
+    """Otherwise each push of an address that comes again would point it anew."""
+    driver.allocations, line, copies = {20_000: 2}, engine(driver), scatter()
+    push_again(line, copies, 10_000)
+    line.push(copies, 20_000)
+    (graphs,) = line._graphs.values()
+    assert graphs.find(20_000) is not None and graphs.find(10_000) is None
+
+
+def test_copies_follow_what_was_queued_before_the_kernel(driver):
+    """Copies that wait for counters of the kernel run concurrently with it, not after it."""
+    driver.cuEventRecord = lambda event, stream: driver.calls.append("record") or 0
+    line = engine(driver)
+    push_again(line, scatter(), 10_000, launch=lambda: driver.calls.append("launch"))
+    assert driver.calls.index("record") < driver.calls.index("launch")
+
+
+def test_the_last_copy_follows_all_lanes(driver):
+    """It says that all copies have been done."""
+    driver.cuEventRecord = lambda event, stream: driver.calls.append((event, stream)) or 0
+    line = engine(driver)
+    line._lanes.append(SimpleNamespace(handle=34, done=42))
+    line._gather(3)
+    assert [call for call in driver.calls if isinstance(call, tuple)] == [(41, 33), (42, 34)]
+
+
 class Refusing:
     """A driver in which calls of one name fail."""
 

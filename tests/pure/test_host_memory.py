@@ -46,6 +46,29 @@ def test_another_block_is_not_taken_for_a_peers(block: int, token: str) -> None:
         host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
 
 
+def test_memory_of_another_user_is_not_taken_for_a_peers(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that reaches the store could announce a block of its own, with the right token."""
+    user = os.geteuid()
+    monkeypatch.setattr(host_memory.os, "geteuid", lambda: user + 1)
+    with pytest.raises(tw.UnsupportedError, match="another user's"):
+        host_memory._open(f"{os.getpid()} {block} a-token", NBYTES)
+
+
+def test_all_ranks_have_mapped_a_block_before_one_goes_on() -> None:
+    """A rank that goes on may end its process, and its block could not be opened any more."""
+    said: list[str] = []
+
+    def exchange(text: str) -> list[str]:
+        said.append(text)
+        return [text]
+
+    mapped = host_memory.share(NBYTES, 0, [0], exchange)
+    assert len(mapped[0]) == NBYTES
+    assert [text.partition("|")[0] for text in said] == ["memory", "mapped"]
+
+
 def test_file_is_not_taken_for_a_peers_block(tmp_path) -> None:
     place = tmp_path / "tileweave-a-token"
     place.write_bytes(bytes(NBYTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def test_a_capture_uses_its_regions_again() -> None:
     assert regions.choose(7) == (0, True)
     assert regions.choose(8) == (2, False), "another capture gets none of them"
     assert regions.captured == {0: 7, 1: 7}
+
+
+def test_a_region_is_written_after_all_that_reads_it() -> None:
+    """Peers write there once the stream of the next call has come to it."""
+    first, second, regions = Mock(), Mock(), Regions(2)
+    for stream in (first, first, second, second):
+        regions.order(1, stream)
+    first.wait_stream.assert_not_called()
+    second.wait_stream.assert_called_once_with(first)
 
 
 def test_region_is_free_after_its_last_tensor() -> None:

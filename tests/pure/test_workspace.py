@@ -407,3 +407,31 @@ def test_close_one_group_or_all() -> None:
         assert ends == ["synchronize", "close"], (
             "work ends before memory is freed, without asking peers"
         )
+
+
+def test_memory_that_failed_is_asked_for_again() -> None:
+    """A smaller call must not find slots that were never there."""
+    transport = NotingTransport()
+    instance = Instance(OP, transport)
+    allocate = transport.allocate
+
+    def none(nbytes: int) -> SymmetricBuffer:
+        raise MemoryError
+
+    transport.allocate = none
+    with pytest.raises(MemoryError):
+        instance.reserve(4096)
+    assert (instance.slot_bytes, instance.num_slots) == (0, 0)
+    transport.allocate = allocate
+    transport.events.clear()
+    instance.reserve(1024)
+    assert "allocate 2048" in transport.events and instance.slots.numel() == 2048
+
+
+def test_ranks_agree_again_after_close() -> None:
+    """A rank may have given up a meeting in which its peers agreed."""
+    registry = Registry()
+    registry.agreed("group").add("tuned")
+    registry.agreed("other").add("tuned")
+    registry.close("group")
+    assert not registry.agreed("group") and registry.agreed("other")

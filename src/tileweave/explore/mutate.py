@@ -35,7 +35,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from tileweave.bench.console import Steps
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.explore import mutants as trees
 from tileweave.explore.fuzz import COSTS, STRATEGIES, pool
 from tileweave.explore.mutants import SOURCE, Mutant, Place
@@ -498,12 +498,24 @@ def _explained(judged: Judged, known: list[tuple[re.Pattern[str], str]]) -> Judg
 def _logged(log: Path | None) -> list[Judged]:
     if log is None or not log.exists():
         return []
-    return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
+    try:
+        return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"asked: --log {log}, which has other lines ({error}); allowed: a file that this "
+            "command wrote, or none; remedy: pass another name"
+        ) from None
 
 
 def _named(there: list[Mutant], names: Path) -> list[Mutant]:
     """The mutants whose keys are lines of a file."""
-    wanted = set(names.read_text("utf-8").splitlines())
+    try:
+        wanted = set(names.read_text("utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"asked: --names {names}, which cannot be read ({error}); allowed: a file of names, "
+            "one a line; remedy: write it from the results of --json or --log"
+        ) from None
     chosen = [mutant for mutant in there if mutant.key in wanted]
     unknown = sorted(wanted - {mutant.key for mutant in chosen})
     require(
@@ -544,6 +556,12 @@ def mutate(
         :class:`InputError`.
     """
     there = all_mutants(pattern)
+    require(
+        bool(there),
+        f"mutants whose name contains {pattern!r}",
+        "a part of FILE:FUNCTION: CHANGE",
+        "look for names in the results of --json",
+    )
     chosen = list(there) if names is None else _named(there, names)
     random.Random(seed).shuffle(chosen)
     chosen = chosen[: sample or len(chosen)]

@@ -14,8 +14,9 @@ from torch import nn
 
 from tileweave.errors import require
 from tileweave.nn.linear import draw_seed, generator_of
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.collectives import exchange_numbers
-from tileweave.ops.core.registry import group_of, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding.inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
@@ -106,11 +107,12 @@ class ShardedEmbeddingBag(nn.Module):
 
     rate: torch.Tensor
 
+    @checks_types_first
     def __init__(
         self,
         tables: Sequence[TableSpec],
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         plan: ShardingPlan | None = None,
         mode: str = "sum",
         dtype: torch.dtype = torch.float32,

@@ -18,6 +18,7 @@ from tileweave.nn.replicated import make_replicated
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 from tileweave.nn.scaled_experts import FP8Experts, dequantized
 from tileweave.nn.shards import is_dtensor, mesh_of
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.ops.matmul.scaled import FP8
@@ -151,6 +152,7 @@ class MoE(nn.Module):
     routed.
     """
 
+    @checks_types_first
     def __init__(
         self,
         hidden_size: int,
@@ -180,11 +182,18 @@ class MoE(nn.Module):
             "top_k from 1 to the number of experts",
             "pass num_experts_per_tok of the model",
         )
-        known = (*ACTIVATIONS, CLAMPED)[: len(ACTIVATIONS) + (not shared_intermediate_size)]
+        fits = min(hidden_size, intermediate_size) > 0 and shared_intermediate_size >= 0
         require(
-            hidden_act in known,
-            f"hidden_act={hidden_act!r}",
-            ", ".join(known),
+            fits and (max_tokens is None or max_tokens >= 0),
+            f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, "
+            f"shared_intermediate_size={shared_intermediate_size}, max_tokens={max_tokens}",
+            "sizes of 1 or more; 0 or more of the shared expert and of tokens",
+            "pass the sizes of the model",
+        )
+        require(
+            hidden_act in ACTIVATIONS or (hidden_act == CLAMPED and not shared_intermediate_size),
+            f"hidden_act={hidden_act!r}, shared_intermediate_size={shared_intermediate_size}",
+            f"{', '.join(ACTIVATIONS)}; without a shared expert also {CLAMPED}",
             "pass one of these, or call the operators with an activation of yours",
         )
         require(
@@ -344,7 +353,10 @@ class MoE(nn.Module):
             ids = ids.masked_fill(beyond[:, None], -1)
         ids, weights = ids.contiguous(), weights.contiguous()
         z = self.experts.run(tokens, ids, weights, self.max_tokens, self.hidden_act)
-        return z if self.shared_experts is None else z + self.shared_experts(tokens)
+        if self.shared_experts is None:
+            return z
+        shared = self.shared_experts(tokens.to(self.shared_experts.up_proj.weight.dtype))
+        return z + shared.to(z.dtype)
 
     def extra_repr(self) -> str:
         return (

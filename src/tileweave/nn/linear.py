@@ -32,6 +32,7 @@ from tileweave.nn.shards import (
     mesh_of,
     sharded,
 )
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
@@ -113,6 +114,12 @@ class ParallelLinear(ShardedModule, nn.Linear):
         dtype: torch.dtype | None,
     ) -> None:
         nn.Module.__init__(self)
+        require(
+            all(0 <= size < 2**31 for size in (in_features, out_features)),
+            f"a layer of in_features={in_features}, out_features={out_features}",
+            "sizes of 0 or more, below 2**31",
+            "pass the sizes of the whole layer",
+        )
         self.in_features, self.out_features = in_features, out_features
         self._join(group)
         shape = [out_features, in_features]
@@ -289,6 +296,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     dims = (0, 0)
 
+    @checks_types_first
     def __init__(
         self,
         in_features: int,
@@ -403,6 +411,7 @@ class RowParallelLinear(ParallelLinear):
 
     dims = (1, None)
 
+    @checks_types_first
     def __init__(
         self,
         in_features: int,

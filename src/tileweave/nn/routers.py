@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.nn.shards import local
+from tileweave.ops.core.argument_types import checks_types_first
 
 
 class _Router(nn.Module):
@@ -67,6 +68,7 @@ class SoftmaxTopK(_Router):
         of ``weight``.
     """
 
+    @checks_types_first
     def __init__(
         self,
         hidden_size: int,
@@ -136,6 +138,7 @@ class SigmoidTopK(_Router):
 
     e_score_correction_bias: torch.Tensor
 
+    @checks_types_first
     def __init__(
         self,
         hidden_size: int,

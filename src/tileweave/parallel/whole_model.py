@@ -12,6 +12,7 @@ from tileweave.errors import require
 from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.checks import (
@@ -51,6 +52,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 Styles = dict[str, str | ParallelStyle]
 
 
+@checks_types_first
 def parallelize(
     model: nn.Module,
     mesh: Group | None = None,
@@ -135,6 +137,12 @@ def parallelize(
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     size = dist.get_world_size(group_of(name))
+    require(
+        src_data_rank is None or 0 <= src_data_rank < size,
+        f"src_data_rank={src_data_rank}",
+        f"a rank of the mesh, 0 to {size - 1}, or None",
+        "pass the rank that has the weights",
+    )
     check_no_wrapper(model)
     styles, blocks, fused, whole = _styles(model, plan, size)
     styles, blocks, lora = take_base_layers(model, styles, blocks)

@@ -23,15 +23,20 @@ def from_file(op: str, path: Path, dtype: str) -> list[Case]:
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refused(path, f"which is not JSON ({error})") from None
     else:
         lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
-        rows = [[int(word) if word.isdecimal() else word for word in words] for words in lines]
+        rows = [[_whole(word) for word in words] for words in lines]
         rows = [row for row in rows if row]
     if not rows:
         raise _refused(path, "without a shape")
     return [_case(op, path, row, dtype) for row in rows]
+
+
+def _whole(word: str) -> int | str:
+    """The number that ``word`` is, of at most ten digits; other words are refused as they are."""
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= 10 else word[:60]
 
 
 def _case(op: str, path: Path, row: Any, dtype: str) -> Case:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import InputError
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, refuse_second_derivative
 from tileweave.ops.core.spec import Backward, BackwardOperator, OperatorSpec
@@ -160,7 +161,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     """
     spec = spec_of(op)
     given = signature(spec.call).bind_partial(*args, **kwargs).arguments
-    return spec.explain(
+    return checks_types(spec.explain)(
         **{name: given[name] for name in signature(spec.explain).parameters if name in given}
     )
 
@@ -246,7 +247,7 @@ def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan
         for tuner in TUNERS:
             tuner(op, *args, **kwargs)
     if spec.warmup is not None:
-        return spec.warmup(*args, **kwargs)
+        return checks_types(spec.warmup)(*args, **kwargs)
     with torch.no_grad():
         spec.call(*args, **kwargs)
     return explain(op, *args, **kwargs)

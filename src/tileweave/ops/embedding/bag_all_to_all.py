@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, topology_of
 from tileweave.ops.core.operator import operator
@@ -83,6 +84,7 @@ _METAS: dict = {}
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
 
 
+@checks_types
 def embedding_bag_all_to_all(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -196,6 +198,7 @@ def embedding_bag_all_to_all(
     )
 
 
+@checks_types
 def embedding_bag(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,

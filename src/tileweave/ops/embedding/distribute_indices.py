@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from tileweave.errors import RankMismatchError, require
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.collectives import all_to_all_whole
 from tileweave.ops.core.debug_agreement import breaking_off
 from tileweave.ops.core.registry import Group, agree, debugging, group_of, interpreting, name_of
@@ -46,6 +47,7 @@ KINDS = tuple(product(INTEGERS, (None, *FLOATS)))  # of values and weights; None
 Distributed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
+@checks_types
 def distribute_indices(
     lengths: torch.Tensor,
     values: torch.Tensor,
@@ -109,6 +111,7 @@ def distribute_indices(
 
 
 @_disable_dynamo
+@checks_types
 def begin_distribute_indices(
     lengths: torch.Tensor,
     values: torch.Tensor,

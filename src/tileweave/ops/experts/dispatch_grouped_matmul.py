@@ -36,6 +36,7 @@ import torch
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
@@ -78,6 +79,7 @@ _ID_DTYPES = (torch.int32, torch.int64)
 _OPERATOR, _INTO_OUT, _ROUTE = operator(OP), operator(f"{OP}.out"), operator("route_tokens")
 
 
+@checks_types
 def dispatch_grouped_matmul(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -101,8 +103,7 @@ def dispatch_grouped_matmul(
     Parameters
     ----------
     x : [T, K]
-        Tokens of this rank. T may differ between ranks. Copied in each call if it is not
-        contiguous.
+        Tokens of this rank. T may differ between ranks. Copied if it is not contiguous.
 
     experts : [E_local, N, K], rows contiguous, or the transpose of contiguous [E_local, K, N]
         Weights of this rank's experts, with the dtype of x and the same shape on every rank.
@@ -148,8 +149,7 @@ def dispatch_grouped_matmul(
     Raises
     ------
     InputError
-        (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
-        Raised before anything is sent.
+        (a ValueError) Arguments that the operator does not take. Raised before anything is sent.
     PeerTimeout
         A peer does not call in time.
     CaptureError

@@ -31,6 +31,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, topology_of
@@ -61,6 +62,7 @@ from tileweave.transport.workspace import REGISTRY
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@checks_types
 def grouped_matmul_combine(
     y: torch.Tensor,
     experts: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, first_derivative, interpreting
 from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows
@@ -19,6 +20,7 @@ from tileweave.ops.matmul.scaled import FP8, blocks, refuse_gradients
 _SWIGLU, _QUANTIZED = operator("swiglu"), operator("swiglu_quantized")
 
 
+@checks_types
 def swiglu(y: torch.Tensor, plan: RoutingPlan, quantize: str | None = None) -> Any:
     """silu(gate) * up of each row of ``plan``, as FP8 with ``quantize``.
 

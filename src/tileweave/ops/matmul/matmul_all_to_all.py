@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.ops import reference
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.operator import operator
@@ -66,6 +67,7 @@ from tileweave.planning.topology import Topology
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
+@checks_types
 def matmul_all_to_all(
     x: torch.Tensor,
     w: torch.Tensor,

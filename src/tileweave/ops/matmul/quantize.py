@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from tileweave.errors import require
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.registry import interpreting
 from tileweave.ops.matmul.scaled import BLOCK, FP8, GREATEST, blocks
 
@@ -23,6 +24,7 @@ LEAST = 1e-12  # the least maximum: zeros keep a scale that is not 0
 KINDS = ("tensor", "row", "block", "tile")
 
 
+@checks_types
 def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to float8_e4m3fn, with float32 scales: ``x`` is about ``data * scale``.
 

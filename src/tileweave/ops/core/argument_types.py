@@ -1,0 +1,156 @@
+"""Arguments of public functions that have a type which their annotations do not allow."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from tileweave.errors import TileweaveError, require
+from tileweave.ops.core.debug_agreement import check_own
+from tileweave.ops.core.registry import Group, name_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# what Python and torch raise for an argument that has another type than they take
+RAISED = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def checks_types(call: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: where it raises because of the type of an argument, raise
+    :class:`InputError` instead. Calls that raise nothing pay for no check."""
+
+    @wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except TileweaveError:
+            raise
+        except RAISED:
+            refuse_types(call, args, kwargs)
+            raise
+
+    return checked
+
+
+def checks_types_first(call: Callable[P, T]) -> Callable[P, T]:
+    """As :func:`checks_types`, but before the call: of what is stored, such as the arguments of a
+    module."""
+
+    @wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _require_types(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def refuse_types(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """After ``call`` raised: raise :class:`InputError`, which peers learn of, if an argument has a
+    type that its annotation does not allow. Nothing while torch traces."""
+    if torch.compiler.is_compiling():
+        return
+    group = kwargs.get("group")
+    try:
+        if "group" in signature(call).parameters and isinstance(group, Group | None):
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            check_own(
+                call.__name__,
+                name_of(group),
+                lambda *_: _require_types(call, args, kwargs),
+                *tensors[:1],
+            )
+        else:
+            _require_types(call, args, kwargs)
+    except TileweaveError as error:
+        raise error from None
+
+
+def _require_types(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    try:
+        given = signature(call).bind(*args, **kwargs).arguments
+    except TypeError:  # Python's own error says which argument is missing or unknown
+        return
+    hints = get_type_hints(call, globalns={}, localns=_Names(call))
+    for name, value in given.items():
+        if name == "device" and isinstance(value, str):
+            require(
+                _is_device(value),
+                f"{call.__qualname__} with device={value!r:.60}",
+                "a device of torch",
+                'pass "cpu", "cuda" or "meta"',
+            )
+        require(
+            name not in hints or _fits(value, hints[name]),
+            lambda name=name, value=value: f"{call.__qualname__} with {name}={_described(value)}",
+            f"{name}: {call.__annotations__[name]}" if name in hints else "",
+            "pass one of these types; tensors have strides",
+        )
+
+
+class _Names(dict[str, Any]):
+    """The names that annotations of ``call`` use; ``Any`` for what is imported for type checkers
+    only."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._of_module = vars(sys.modules[call.__module__])
+
+    def __missing__(self, name: str) -> Any:
+        return self._of_module.get(name, vars(builtins).get(name, Any))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the type ``hint``. Flags may also be whole numbers or None."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if hint is bool:
+        return isinstance(value, Integral | torch.SymBool | None) or type(value).__name__ == "bool"
+    if hint is int:
+        return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, Real | torch.SymFloat | torch.SymInt)
+    if origin is tuple:
+        return isinstance(value, tuple)
+    if origin in (Sequence, list, Iterable):
+        whole = isinstance(value, (str, bytes, Mapping)) or hasattr(value, "dtype")
+        if whole or not isinstance(value, Iterable):
+            return False
+        return not isinstance(value, (list, tuple)) or all(_fits(v, inner[0]) for v in value)
+    kind = origin or hint
+    if isinstance(value, torch.Tensor) and not _is_plain(value):
+        return False
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not (t.is_nested or t.is_quantized)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value!r:.60} ({type(value).__name__})"
+    layout = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+    return f"a tensor of {value.dtype}, {layout}"
