@@ -14,10 +14,10 @@ prints how many tokens of each layer had other experts, and how far logits were 
 routing: a difference of both that is no larger than those is rounding.
 
 Random weights in the shapes of Llama 3 8B (8 layers) and Qwen3-30B-A3B (4 layers), tensor and
-expert parallel over two ranks. Stock is what transformers does: cuBLAS, then NCCL. Both are called
-as they come ("eager"), where launches of many small kernels may take longer than the kernels, and
-replayed from a CUDA graph. ``logits_to_keep=1``: the head computes one position. The table at the
-end compares the faster one of stock with the faster one of tileweave.
+expert parallel over two ranks, or ``--ranks``. Stock is what transformers does: cuBLAS, then NCCL.
+Both are called as they come ("eager"), where launches of many small kernels may take longer than
+the kernels, and replayed from a CUDA graph. ``logits_to_keep=1``: the head computes one position.
+The table at the end compares the faster one of stock with the faster one of tileweave.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from transformers.distributed import DistributedConfig
 
 import tileweave as tw
 import tileweave.integrations.transformers as adapter
-from tileweave.launcher import Member, default_device_type, end_with, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.profile.timing import Timing, measure
 
 PREFILL = (512, 2048, 8192)
@@ -409,6 +409,7 @@ def write(results: list[dict[str, Any]], me: Member, options: Options) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models, also without GPUs")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=200, help="time limit")
     parser.add_argument("--float32", action="store_true", help="also compare with float32")
@@ -418,11 +419,12 @@ def main() -> int:
     )
     given = parser.parse_args()
     options = Options(given.tiny, given.repeats, tuple(given.models), given.float32, given.json)
+    device_type = "cpu" if given.tiny else default_device_type()
     right = launch(
         run,
         options,
-        world_size=2,
-        device_type="cpu" if given.tiny else default_device_type(),
+        world_size=default_world_size(device_type, given.ranks),
+        device_type=device_type,
         seconds=given.seconds,
     )
     return 0 if right is not False else 1  # None: a rank of torchrun that does not print

@@ -64,8 +64,8 @@ TRACES = sorted(RESULTS.rglob("trace-matmul_reduce_scatter-*.json"))
 def over_the_bound(op: str, machine: str) -> dict[str, list[float]]:
     """Times of all cases over the bound, by rival. Cases without a bound are left out."""
     found: dict[str, list[float]] = {name: [] for name in COLOURS}
-    for _, name, _, cases in runs_of(op, RESULTS, machine):
-        for case in cases if name else []:
+    for _, _, cases in runs_of(op, RESULTS, machine):
+        for case in cases:
             times = {key: timing["median_us"] for key, timing in case["times"].items()}
             fused = [times[key] for key in TORCHS if times.get(key)]
             shown = {**times, **({"torch": min(fused)} if fused else {})}

@@ -79,6 +79,12 @@ def test_many_calls_with_late_ranks_and_held_results(world: World) -> None:
     )
 
 
+def test_calls_again(worlds: Worlds) -> None:
+    larger = replace(CASES["plain"], batch=4 * CASES["plain"].batch)
+    worlds("gloo", 2).run(embedding.calls_again, CASES["plain"], larger)
+    worlds("gloo", 3).run(embedding.calls_again, CASES["weighted"], larger)
+
+
 def test_results_are_lent(worlds: Worlds) -> None:
     worlds("gloo", 2).run(embedding.results_are_lent, CASES["plain"], CONFIG)
 

@@ -6,6 +6,8 @@ Kernels compile for each dtype and config, which is most of the time here, so th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.support import embedding, embedding_backward, gpu_behaviour, sharded_embedding
@@ -14,6 +16,8 @@ from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
+from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.planning.sharding import EmbeddingConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -52,6 +56,11 @@ def test_many_calls_with_late_ranks_and_held_results(largest: World) -> None:
 
 def test_results_are_lent(largest: World) -> None:
     largest.run(embedding.results_are_lent, CASES["plain"], CONFIG, timeout=120)
+
+
+def test_calls_again(largest: World) -> None:
+    larger = replace(CASES["plain"], batch=4 * CASES["plain"].batch)
+    largest.run(embedding.calls_again, CASES["plain"], larger, timeout=120)
 
 
 def on_two_streams(me: Member, case: Case) -> None:
@@ -115,6 +124,42 @@ def replay(me: Member, case: Case, replays: int) -> None:
     tw.close()
 
 
+def replay_many(me: Member, case: Case, replays: int) -> None:
+    """Four calls in a graph, each result gone before the next call: they share a region. The fifth
+    result is kept."""
+    drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in range(5)]
+    layout = case.layout(me.world_size)
+    options = {"batch": case.batch, "layout": layout, "out_dtype": case.result_dtype}
+    found = []
+    for bags in drawn:  # outside of the capture: addresses of tables
+        y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, **options)
+        found.append(torch.empty_like(y))
+        del y
+    graph = torch.cuda.CUDAGraph()
+    me.barrier()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for into, bags in zip(found[:4], drawn[:4], strict=True):
+            y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, **options)
+            into.copy_(y)
+            del y
+        bags = drawn[4]
+        found[4] = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, **options)
+    regions = workspace_of(name_of(None), me.device).instance(OP, "sm").regions
+    assert len(regions.captured) == 1, f"one region serves the capture: {regions.captured}"
+    for n in range(replays):
+        if n % me.world_size == me.rank:
+            embedding.pause(me.device, 0.0005)
+        for bags in drawn:
+            bags.indices.copy_((bags.indices + 1) % case.rows)
+        graph.replay()
+        torch.cuda.synchronize()
+        for seed, y in enumerate(found):
+            check_shifted(case, me, seed, n + 1, y)
+    me.barrier()
+    del graph
+    tw.close()
+
+
 def check_shifted(case: Case, me: Member, seed: int, shift: int, got: torch.Tensor) -> None:
     begin, end = embedding.rows_of(case.batch, me.world_size, me.rank)
     layout = case.layout(me.world_size)
@@ -130,6 +175,10 @@ def check_shifted(case: Case, me: Member, seed: int, shift: int, got: torch.Tens
 
 def test_replays_with_changing_inputs(largest: World) -> None:
     largest.run(replay, Case(((32,), (32, 64)), 24, rows=97), 8, timeout=200)
+
+
+def test_calls_of_a_capture_share_a_region(largest: World) -> None:
+    largest.run(replay_many, Case(((32,), (32, 64)), 24, rows=97), 6, timeout=200)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

@@ -84,6 +84,22 @@ def test_region_is_rewritten_after_its_readers() -> None:
     assert notes == ["b after all of a", "a after all of b"]
 
 
+def test_region_of_a_capture_waits_for_its_own_readers_only() -> None:
+    """A stream under capture cannot wait for one that is not."""
+    notes: list[str] = []
+    a, b, c = (Stream(name, notes) for name in "abc")
+    regions = Regions(3)
+    regions.order(0, a)
+    for stream in (b, b, c):
+        region, _ = regions.choose(7)
+        regions.order(region, stream, 7)
+    assert notes == ["c after all of b"]
+    regions.held.add(1)  # the result of an earlier call, which this one writes into
+    regions.order(1, a)
+    regions.order(1, b, 7)
+    assert notes == ["c after all of b"]
+
+
 def test_enter_returns_the_current_stream() -> None:
     streams, order = [Stream(name, []) for name in "ab"], cuda.LaunchOrder()
     for number in (0, 0, 1):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd.profiler import profile
@@ -139,7 +140,7 @@ def test_other_arguments_are_left_to_torch(
 
 def test_numbers_that_torch_converts_are_left_to_it(scale: Any) -> None:
     x, w = x_and_w()
-    call(scale, x, w, None, torch.float32)
+    call(scale, x, w, None, np.float32(2))
     call(scale, "no tensor", w.tolist()[0])
     assert scale.called == [TORCH] * 2
 

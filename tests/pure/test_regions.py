@@ -14,20 +14,31 @@ from tileweave.transport.regions import Regions
 
 def test_regions_are_lent_until_one_is_left() -> None:
     regions = Regions(3)
-    assert regions.choose(False) == (0, True)
+    assert regions.choose(0) == (0, True)
     assert not regions.captured, "no region is reserved except in captures"
-    assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], (
+    assert [regions.choose(capture) for capture in (7, 8)] == [(0, True), (1, True)], (
         "a capture gets none that another one had"
     )
-    assert regions.choose(True) == regions.choose(False) == (2, False), (
+    assert regions.choose(9) == regions.choose(0) == (2, False), (
         "one is never lent, nor a capture's"
     )
-    assert regions.captured == {0, 1}
+    assert regions.captured == {0: 7, 1: 8}
     regions = Regions(2)
     regions.held.add(0)
-    assert regions.choose(False) == (1, False)
+    assert regions.choose(0) == (1, False)
     regions.held.clear()
-    assert regions.choose(False) == (0, True)
+    assert regions.choose(0) == (0, True)
+
+
+def test_a_capture_uses_its_regions_again() -> None:
+    regions = Regions(3)
+    assert [regions.choose(7) for _ in range(4)] == [(0, True)] * 4, "its results are gone"
+    regions.held.add(0)
+    assert regions.choose(7) == (1, True), "a result of the capture is held"
+    regions.held.clear()
+    assert regions.choose(7) == (0, True)
+    assert regions.choose(8) == (2, False), "another capture gets none of them"
+    assert regions.captured == {0: 7, 1: 7}
 
 
 def test_region_is_free_after_its_last_tensor() -> None:

@@ -79,6 +79,9 @@ class NotingTransport:
     def capturing(self) -> bool:
         return self.is_capturing
 
+    def capture_number(self) -> int:
+        return int(self.is_capturing)
+
     def synchronize(self) -> None:
         self.events.append("synchronize")
 

@@ -336,6 +336,43 @@ def results_are_lent(me: Member, case: Case, config: EmbeddingConfig) -> None:
         verify(y, case, me.rank, me.world_size, 0, f"rank {me.rank}: {what}")
 
 
+def calls_again(me: Member, case: Case, larger: Case) -> None:
+    """Calls with tables and sizes of an earlier one are not checked and planned again: right with
+    other memory in the same tables, after a larger call has moved the regions, and with other
+    lengths; wrong arguments are refused as they are at first."""
+    tw.close()
+    bags = draw(case, me.rank, me.device, 0)
+    for seed in range(4):
+        fresh = draw(case, me.rank, me.device, seed)
+        for kept, table in zip(bags.tables, fresh.tables, strict=True):
+            if seed % 2:
+                kept.copy_(table)
+            else:
+                kept.data = table  # the same tensor at another address
+        again = Bags(bags.tables, fresh.indices, fresh.offsets, fresh.weights)
+        y = call(case, again, me.world_size)
+        verify(y, case, me.rank, me.world_size, seed, f"rank {me.rank}, call {seed}")
+        known = workspace_of(name_of(None), me.device).accepted
+        assert (len(known) > 0) == (seed > 0), "the first call makes the workspace"
+        if seed == 1:
+            moved = draw(larger, me.rank, me.device, 9)
+            wide = call(larger, moved, me.world_size)
+            verify(wide, larger, me.rank, me.world_size, 9, f"rank {me.rank}, larger")
+            del wide
+        wrong = [
+            {"out": torch.empty_like(y)[:, :-1]},
+            {"per_sample_weights": torch.ones(again.indices.numel() + 1, device=me.device)},
+        ]
+        for options in wrong:
+            with pytest.raises(tw.InputError):
+                call(case, again, me.world_size, **options)
+        if me.device.type == "cpu" and again.tables:
+            falling = again.offsets.flip(0).contiguous()
+            with pytest.raises(tw.InputError):
+                call(case, replace(again, offsets=falling), me.world_size)
+        del y
+
+
 # --- Bad input ---
 
 

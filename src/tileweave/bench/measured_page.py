@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ HEAD = """# Measured
 {machine} of one host, NVLink, multicast off, bf16,
 torch {torch}, triton {triton}, NCCL {nccl}, {date};
 microseconds, slowest rank, median of {repeats} repeats, all rivals of a case interleaved; every
-repeat: [results](results). A table is one run, the last one that had all of its cases.
+repeat: [results](results). A case is of the last run that had it, with all of its rivals.
 M, N, K are global. `limit ratio`: a bare matmul that runs concurrently with copies of the same
 size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with both permutes for experts;
 `no order`: without them, which is faster and gives no right result; `gathered`, where it was
@@ -83,7 +83,7 @@ def markdown(folder: Path, machine: str = MACHINE) -> str:
 
 def summary(folder: Path, pattern: str) -> str:
     """A line for each operator and block of cases of the reports whose names fit ``pattern``: the
-    geometric mean, and in brackets the worst case.
+    geometric mean, and in brackets the worst case. A case is of the last report that has it.
 
     Raises
     ------
@@ -93,14 +93,18 @@ def summary(folder: Path, pattern: str) -> str:
     paths = sorted(folder.rglob(pattern))
     allowed = "a pattern of names such as 'quick-*-4xH200-2026-11-26.json'"
     require(bool(paths), f"reports {pattern} in {folder}", allowed, "pass another pattern")
-    found = {report["op"]: report for path in paths for report in [json.loads(path.read_text())]}
+    found: dict[str, dict[str, Report]] = {}
+    for path in paths:
+        report = json.loads(path.read_text("utf-8"))
+        if "op" in report:  # not of an example
+            found.setdefault(report["op"], {})[path.name] = report
     lines = [
         f"| operator | cases | {' | '.join(SUMMED.values())} |",
         "|" + "---|" * (2 + len(SUMMED)),
     ]
     for op in (name for name in tw.OPERATORS if name in found):
         for block, title in TITLES.items():
-            cases = [case for case in found[op]["cases"] if case["block"] == block]
+            cases = [case for _, case in _last_cases(found[op], block).values()]
             wrong = "" if all(case["right"] for case in cases) else " **WRONG**"
             if cases:
                 figures = " | ".join(_mean_and_worst(name, cases) for name in SUMMED)
@@ -141,12 +145,13 @@ def _and(values: Iterable[str]) -> str:
 def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
     """The tables of ``op``; the reports that they show are added to ``used``, by name."""
     yield f"## {op}\n"
-    for block, name, report, cases in runs_of(op, folder, machine):
+    for block, reports, cases in runs_of(op, folder, machine):
         title = TITLES[block]
         shown = f"{title[0].upper()}{title[1:]}"
-        if name:
-            used[name] = report
-            yield f"{shown} ([run](results/{name})):\n"
+        if reports:
+            used.update(reports)
+            runs = ", ".join(f"[run](results/{name})" for name in reports)
+            yield f"{shown} ({runs}):\n"
             yield from _table(cases)
             yield ""
         else:
@@ -156,30 +161,33 @@ def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> I
 
 def runs_of(
     op: str, folder: Path, machine: str
-) -> Iterator[tuple[str, str, Report, list[dict[str, Any]]]]:
-    """For each block of cases that some run has: the block, the name of the last report with all
-    of its cases ("" if there is none), that report, and these cases."""
+) -> Iterator[tuple[str, dict[str, Report], list[dict[str, Any]]]]:
+    """For each block of cases that some run has: the block, the runs by name, the last one first,
+    and each case of the last run that had it. Both are empty if no run had one of the cases."""
     paths = folder.rglob(f"{op}-{machine}-*.json")
     reports = {
         path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths
     }
-    in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     for block in TITLES:
-        wanted = {case.name for case in samples_of(op).cases if case.block == block}
-        found = {
-            name: [case for case in reports[name]["cases"] if case["block"] == block]
-            for name in in_turn
-        }
-        whole = (
-            name
-            for name, cases in found.items()
-            if cases and wanted <= {case["name"] for case in cases}
-        )
-        name = next(whole, "")
-        if name:
-            yield block, name, reports[name], found[name]
-        elif any(found.values()):
-            yield block, "", {}, []
+        found = _last_cases(reports, block)
+        wanted = [case.name for case in samples_of(op).cases if case.block == block]
+        if found and found.keys() >= set(wanted):
+            named = [found[case] for case in wanted]
+            names = dict.fromkeys(name for name, _ in named)
+            yield block, {name: reports[name] for name in names}, [case for _, case in named]
+        elif found:
+            yield block, {}, []
+
+
+def _last_cases(reports: Mapping[str, Report], block: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The cases of ``block`` by name: of the last report that has each, with the report's name."""
+    in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in in_turn:
+        for case in reports[name]["cases"]:
+            if case["block"] == block:
+                found.setdefault(case["name"], (name, case))
+    return found
 
 
 def _table(cases: list[dict[str, Any]]) -> Iterator[str]:

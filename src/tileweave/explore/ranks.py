@@ -412,6 +412,9 @@ class ModelTransport:
     def capturing(self) -> bool:
         return self.captured
 
+    def capture_number(self) -> int:
+        return int(self.captured)
+
     def synchronize(self) -> None:
         """Calls are synchronous, so they are done."""
 

@@ -47,6 +47,9 @@ class Noting:
     def capturing(self) -> bool:
         return self.captures
 
+    def capture_number(self) -> int:
+        return int(self.captures)
+
     def order(self) -> str:
         return "stream"
 

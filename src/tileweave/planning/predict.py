@@ -15,8 +15,8 @@ from tileweave.planning.costs import Costs
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
-# of a slice of an all-reduce: a push, its signal, and a pull, each with a wait (two H200)
-_SLICE_SECONDS = 12e-6
+# of a copy of a slice of an all-reduce, beyond its bytes: its wait and its signal (H200)
+_SLICE_COPY_SECONDS = 8e-6
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -119,12 +119,15 @@ def _fused(
     copied = config.transport == "copy_engine"
     latency = c.copy_latency if copied else c.push_latency
     rate = (c.copy_fraction if copied else c.push_fraction) * link_rate
-    if op == "matmul_all_reduce" and copied:  # the gather of the last slice is not hidden
-        once = w.nbytes / rate
+    if op == "matmul_all_reduce" and copied:
         slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
+        each = w.nbytes / slices / rate + (size - 1) * _SLICE_COPY_SECONDS
+        # Own rows are multiplied last: the first slice of them is there when this is left. It hides
+        # gathers of two ranks only; times of four H200 have all of the gather after the matmul.
+        left = multiply * (slices - 1) / (size * slices) if size == 2 else 0.0
+        gathered = max(multiply + each, multiply - left + slices * each)
         # copy engines are busy from the first slice of partial sums on
-        copies = w.steps * once + slices * (size - 1) * _SLICE_SECONDS
-        bound = max(multiply + once / slices, multiply / (size * slices) + copies)
+        bound = max(gathered, multiply / (size * slices) + w.steps * slices * each)
         return c.fused_launch + latency + bound
     if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
         return c.one_shot_launch + multiply + latency + w.nbytes * size / rate

@@ -128,6 +128,11 @@ class EmbeddingConfig:
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
 
 
+def unroll_of(pooling: float) -> int:
+    """Rows of each bag that are in flight, for bags of ``pooling`` rows on average."""
+    return 1 if pooling < 2 else 2 if pooling < 4 else 4
+
+
 def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
     """As many bags as give each thread four 16-byte loads in flight if bags have one row, else up
     to 16 (measured).
@@ -137,11 +142,10 @@ def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> Em
     """
     if interpreting:
         return EmbeddingConfig(8, 2, 1, 2, 1)
-    vectors = max(row_bytes // ALIGNMENT, 1)
-    if pooling < 2:
+    vectors, unroll = max(row_bytes // ALIGNMENT, 1), unroll_of(pooling)
+    if unroll == 1:
         bags = min(max(4 * 128 // vectors, 4), 64)
         return EmbeddingConfig(1 << (bags.bit_length() - 1), 1, run=1)
-    unroll = 2 if pooling < 4 else 4
     bags = min(max(16 * 64 // (vectors * unroll), 2), 8)
     return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, num_warps=2, programs_per_sm=12)
 

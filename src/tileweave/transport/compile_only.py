@@ -62,6 +62,9 @@ class CompileOnlyTransport:
     def capturing(self) -> bool:
         return False
 
+    def capture_number(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         pass
 

@@ -124,6 +124,8 @@ def driver() -> ctypes.CDLL:
         "cuStreamCreateWithPriority": [at(handle), ctypes.c_uint, ctypes.c_int],
         "cuStreamDestroy_v2": [handle],
         "cuStreamGetCtx": [handle, at(handle)],
+        # the last three: the graph and what the next node depends on
+        "cuStreamGetCaptureInfo_v2": [handle, at(ctypes.c_int), at(words), *[handle] * 3],
         "cuGraphCreate": [at(handle), ctypes.c_uint],
         "cuGraphAddMemcpyNode": [*node, at(_Block), handle],
         "cuGraphAddBatchMemOpNode": [*node, at(_Operations)],
@@ -157,6 +159,14 @@ def _check_status(status: int, what: str) -> None:
             f"the driver refused {what}: it returned {status}; "
             "`tileweave doctor` checks peer access"
         )
+
+
+def capture_of(stream: int) -> int:
+    """The number that the driver gives to the capture of ``stream``, and to no other."""
+    capturing, number = ctypes.c_int(), ctypes.c_uint64()
+    status = driver().cuStreamGetCaptureInfo_v2(stream, capturing, number, None, None, None)
+    _check_status(status, "the number of a capture")
+    return number.value
 
 
 class _Graph:

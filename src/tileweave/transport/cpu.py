@@ -134,6 +134,9 @@ class CpuTransport:
     def capturing(self) -> bool:
         return False
 
+    def capture_number(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         self.join()
 

@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tileweave.errors import UnsupportedError
 from tileweave.planning.machine import Machine
 from tileweave.planning.topology import Topology
-from tileweave.transport.copy_engine import CopyEngine, current_handle
+from tileweave.transport.copy_engine import CopyEngine, capture_of, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
 from tileweave.transport.nodes import part_of
@@ -256,6 +256,9 @@ class CudaTransport:
 
     def capturing(self) -> bool:
         return _capturing()
+
+    def capture_number(self) -> int:
+        return capture_of(current_handle(self._index)) if _capturing() else 0
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -251,6 +251,11 @@ class Transport(Protocol):
         """Whether the current stream is being captured into a CUDA graph."""
         ...
 
+    def capture_number(self) -> int:
+        """A number of the capture that the current stream is in, which no other capture of this
+        process has; 0: it is not being captured."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until all work queued on this device is done."""
         ...

@@ -5,7 +5,8 @@ storage of its own (through DLPack). The region is free again when the last tens
 is gone, in the order of the stream on which the result was made. Unlike torch's allocator, we do
 not see ``record_stream``: a caller that reads a result on another stream must keep it until that
 stream is done. A region that a CUDA graph was captured with belongs to that graph for ever, because
-each replay writes there.
+each replay writes there. Later calls of the same capture may use it again, as memory of torch's
+allocator that is freed during a capture: a replay runs them one after another.
 """
 
 from __future__ import annotations
@@ -34,36 +35,45 @@ class Regions:
     """The slots [0, count) of one allocation, and which of them are lent.
 
     held : regions whose result a caller still has.
-    captured : regions that a CUDA graph was captured with.
+    captured : for each region that a CUDA graph was captured with, the number of that capture.
     streams : for each region, the stream of the last call that used it. The result was copied or
         read on that stream.
     """
 
     count: int
     held: set[int] = field(default_factory=set)
-    captured: set[int] = field(default_factory=set)
+    captured: dict[int, int] = field(default_factory=dict)
     streams: dict[int, Any] = field(default_factory=dict)
 
-    def choose(self, capturing: bool) -> tuple[int, bool]:
+    def choose(self, capture: int) -> tuple[int, bool]:
         """A region for the next result, and whether it may be lent; if not, the result must be
         copied out of it.
+
+        capture : the number of the capture that the call is in; 0: none.
 
         One region always stays free, so that the next call has one. Two captures never get the same
         region: the replay of one graph would overwrite a result of the other that is still in use.
         """
-        free = [k for k in range(self.count) if k not in self.held and k not in self.captured]
+        free = [
+            k
+            for k in range(self.count)
+            if k not in self.held and (k not in self.captured or self.captured[k] == capture)
+        ]
         lends = len(free) > 1
-        if lends and capturing:
-            self.captured.add(free[0])
+        if lends and capture and free[0] not in self.captured:
+            self.captured[free[0]] = capture
+            self.streams.pop(free[0], None)  # a capture cannot wait for work outside of it
         return free[0] if lends else free[-1], lends
 
-    def order(self, region: int, stream: Any) -> None:
+    def order(self, region: int, stream: Any, capture: int = 0) -> None:
         """Order the next work of ``stream``, after which peers may write to ``region``, after all
-        that reads the region now.
+        that reads the region now. In a capture: after what the same capture has queued.
 
         The order of launches is not enough: it ends with a kernel, and what reads the result of
         that kernel may still run on its stream.
         """
+        if capture and self.captured.get(region) != capture:
+            return
         last = self.streams.get(region, stream)
         if last != stream:
             stream.wait_stream(last)

@@ -26,7 +26,6 @@ from tileweave.transport.regions import Regions
 from tileweave.transport.shared_fault import SharedFault
 
 if TYPE_CHECKING:
-    from tileweave.planning.problem import Plan
     from tileweave.transport.interface import Rail, SymmetricBuffer, Transport
 
 NODES = "nodes"  # the kind of instance whose data also crosses between nodes
@@ -349,8 +348,8 @@ class Instance:
             finally:
                 CALL.posted = ledger.calls > calls
         stream = self.transport.order()
-        if region is not None and not capturing:
-            self.regions.order(region, stream)
+        if region is not None:
+            self.regions.order(region, stream, self.transport.capture_number())
         return capturing
 
     def launched(self) -> None:
@@ -393,8 +392,8 @@ class Workspace:
         self.ledger = Ledger()
         self._fault: SharedFault | None = None
         self.instances: dict[tuple[str, str], Instance] = {}
-        # the plans of calls whose arguments were checked, by signature
-        self.accepted: dict[object, Plan] = BoundedCache()
+        # what is known of calls whose arguments were checked, by signature: plans, and more
+        self.accepted: dict[object, Any] = BoundedCache()
         self.rail: Rail | None = None  # of calls over nodes, once there was one
 
     def instance(self, op: str, kind: str) -> Instance:

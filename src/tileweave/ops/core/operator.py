@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+_CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype))
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther  # excluded with all of autograd
 
 _has_function_mode = torch._C._is_torch_function_mode_enabled

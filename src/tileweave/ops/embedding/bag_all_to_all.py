@@ -28,6 +28,7 @@ PooledEmbeddingsAllToAll.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.nodes import known_topology_of, topology_of
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     debugging,
@@ -48,12 +50,20 @@ from tileweave.ops.core.registry import (
 from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.embedding import over_nodes
 from tileweave.ops.embedding.backward import backward, setup_context
-from tileweave.ops.embedding.bag_all_to_all_fused import OP, run_fused, run_lookup
+from tileweave.ops.embedding.bag_all_to_all_fused import (
+    OP,
+    Prepared,
+    prepare,
+    run_lookup,
+    run_prepared,
+)
 from tileweave.ops.embedding.inputs import (
     Call,
     FusedOptimizer,
     agree_on_call,
     check_inputs,
+    check_out,
+    check_rising,
     count_bags,
     dims_of,
     exchanged_layout,
@@ -63,9 +73,11 @@ from tileweave.ops.embedding.inputs import (
 )
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.planning.problem import Plan
-from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
+from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, unroll_of
 from tileweave.planning.topology import Topology
+from tileweave.transport.workspace import REGISTRY, Instance
 
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 _METAS: dict = {}
 # made here: compilers cannot make a tensor that requires a gradient
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
@@ -323,7 +335,7 @@ def _call(
             "one of them",
             "call under torch.no_grad()",
         )
-        torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
+        _INTO_OUT(*common, out=out)
         return out
     if tables:
         anchor = None
@@ -331,9 +343,53 @@ def _call(
         anchor is None and torch.is_grad_enabled()
     ):  # this rank must send gradients to owners, though it has no tables
         anchor = _ANCHOR.to(indices.device)
-    return torch.ops.tileweave.embedding_bag_all_to_all(
-        *common, kind, divide, states, rate, epsilon, anchor
-    )
+    return _OPERATOR(*common, kind, divide, states, rate, epsilon, anchor)
+
+
+@dataclass(slots=True, eq=False)
+class Accepted:
+    """Calls of one signature: checked and planned.
+
+    ready : (version of the instance, instance, what :func:`prepare` made for that version).
+    """
+
+    layout: EmbeddingLayout
+    config: EmbeddingConfig
+    checksum: int
+    ready: tuple[int, Instance, list[Any]] | None = None
+
+    def prepared(self, call: Call) -> Prepared:
+        """What ``call`` needs, made again after memory of the instance has moved."""
+        if self.ready is not None:
+            version, instance, kept = self.ready
+            if version == instance.version:
+                return kept[0]
+        made = prepare(*call, self.config)
+        instance = made.instance
+        self.ready = instance.version, instance, instance.until_memory_moves(made)
+        return made
+
+
+def _signature(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: Sequence[int],
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+) -> tuple[object, ...]:
+    """What the checks and the plan of a call depend on, and the addresses of its tables."""
+    facts: list[object] = [OP, batch, mean, out_dtype, *layout, offsets.numel()]
+    facts.append(unroll_of(indices.numel() / max(len(tables) * batch, 1)))
+    for t in tables:
+        facts += t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), t.get_device()
+    for t in (indices, offsets, weights):
+        if t is not None:
+            facts += t.dtype, t.dim(), t.is_contiguous(), t.get_device()
+    facts.append(None if weights is None else weights.numel() == indices.numel())
+    return tuple(facts)
 
 
 def _forward(
@@ -355,13 +411,29 @@ def _forward(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if gradient in KINDS[2:]:
+        refuse_shared((*tables, *states))  # what the backward changes
+    debug = debugging()
+    workspace = REGISTRY.find(group_name, indices.device) if group_name and not debug else None
+    signature = None
+    if workspace is not None:
+        signature = _signature(tables, indices, offsets, weights, layout, batch, mean, out_dtype)
+        known: Accepted | None = workspace.accepted.get(signature)
+        if known is not None:
+            call = Call(
+                tables, indices, offsets, weights, known.layout, batch, mean, out_dtype, group_name
+            )
+            check_rising(indices, offsets)
+            check_out(call, out, workspace.transport.world_size, workspace.transport.rank)
+            return run_prepared(
+                known.prepared(call), indices, offsets, weights, out, known.checksum
+            )
     columns = EmbeddingLayout.unflatten(layout)
     call = Call(tables, indices, offsets, weights, columns, batch, mean, out_dtype, group_name)
     group = group_of(call.group_name) if call.group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    if debugging():
+    if debug:
         agree_on_call(call, size)
-    refuse_shared((*tables, *states) if gradient in KINDS[2:] else ())  # what the backward changes
     check_inputs(call, out, size, rank)
     ranks = Topology.one_node(size) if group is None else topology_of(group, indices.device)
     chosen = plan(call.tables, call.indices, call.batch, ranks)
@@ -377,7 +449,10 @@ def _forward(
         )
         if chosen.config.nodes > 1:
             return over_nodes.run(call, chosen.config, out, checksum)
-        return run_fused(*call, chosen.config, out, checksum)
+        known = Accepted(columns, chosen.config, checksum)
+        if workspace is not None:
+            workspace.accepted[signature] = known
+        return run_prepared(known.prepared(call), indices, offsets, weights, out, checksum)
     y = run_lookup(
         tables,
         indices,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,94 @@ def meta_of(
     return found
 
 
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """What calls with the same tables and the same sizes need, until memory of the instance moves.
+
+    skipped : samples of ranks of other nodes that come before those of this node.
+
+    count : samples of this rank, each a row of ``width`` columns of the result.
+    """
+
+    instance: Instance
+    peers: Peers
+    meta: torch.Tensor
+    launch: Launcher
+    skipped: int
+    count: int
+    width: int
+
+
+def prepare(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: EmbeddingLayout,
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group_name: str,
+    config: EmbeddingConfig,
+    node: int = 0,
+) -> Prepared:
+    """What :func:`run_prepared` needs of such calls.
+
+    ``node``: of the group, whose ranks have samples and ``layout`` in common with those of other
+    nodes. Columns of tables of other nodes are not written.
+    """
+    from tileweave.kernels.embedding import bag_all_to_all as kernel
+
+    workspace = workspace_of(group_name, indices.device)
+    transport = workspace.transport
+    instance = workspace.instance(OP, "sm")
+    size, first = len(layout.dims), node * transport.world_size
+    width, columns = layout.width, layout.columns[first + transport.rank]
+    begin, end = rows_of(batch, size, first + transport.rank)
+    chunk, skipped = rows_of(batch, size, 0)[1], rows_of(batch, size, first)[0]
+    instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
+    metas: Any = instance.cache.setdefault("metas", {})
+    meta = meta_of(metas, tables, columns, indices.device, transport.capturing())
+    peers = endpoint(instance, out_dtype)
+    samples = kernel.Samples(batch, chunk, width, batch - skipped)
+    launch = _launcher(
+        instance, peers, tables, indices, offsets, weights, columns, samples, mean, config
+    )
+    return Prepared(instance, peers, meta, launch, skipped, end - begin, width)
+
+
+def run_prepared(
+    made: Prepared,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    checksum: int,
+) -> torch.Tensor:
+    """Return the result [count, width]: a free region, or (with ``out``, or if none is free) a
+    copy."""
+    instance, peers = made.instance, made.peers
+    region, lends = _region_of(instance, out), False
+    if region is None:
+        region, lends = instance.regions.choose(instance.transport.capture_number())
+    if instance.begin(checksum, region):
+        keep_for_graphs(made.meta)
+    if made.skipped:
+        offsets = offsets[made.skipped :]
+    try:
+        made.launch(made.meta, indices, offsets, weights, region)
+    finally:
+        instance.launched()
+    leave_launch_order_of(indices)
+    at = region * peers.slot_size
+    place = peers.slots[at : at + made.count * made.width].view(made.count, made.width)
+    if out is not None:
+        return out if out.data_ptr() == place.data_ptr() else out.copy_(place)
+    if lends and place.numel():
+        return instance.regions.lend(region, place)
+    return place.clone()
+
+
 def run_fused(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -79,54 +167,10 @@ def run_fused(
     checksum: int = 0,
     node: int = 0,
 ) -> torch.Tensor:
-    """Return the result [b, width]: a free region, or (with ``out``, or if none is free) a copy.
-
-    ``node``: of the group, whose ranks have samples and ``layout`` in common with those of other
-    nodes. Columns of tables of other nodes are not written.
-    """
-    from tileweave.kernels.embedding import bag_all_to_all as kernel
-
-    workspace = workspace_of(group_name, indices.device)
-    transport = workspace.transport
-    instance = workspace.instance(OP, "sm")
-    size, first = len(layout.dims), node * transport.world_size
-    width, columns = layout.width, layout.columns[first + transport.rank]
-    begin, end = rows_of(batch, size, first + transport.rank)
-    chunk, skipped = rows_of(batch, size, 0)[1], rows_of(batch, size, first)[0]
-    offsets = offsets[skipped:]
-    instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
-    capturing = transport.capturing()
-    metas: Any = instance.cache.setdefault("metas", {})
-    meta = meta_of(metas, tables, columns, indices.device, capturing)
-    region, lends = _region_of(instance, out), False
-    if region is None:
-        region, lends = instance.regions.choose(capturing)
-    peers = endpoint(instance, out_dtype)
-    launch = _launcher(
-        instance,
-        peers,
-        tables,
-        indices,
-        offsets,
-        weights,
-        columns,
-        kernel.Samples(batch, chunk, width, batch - skipped),
-        mean,
-        config,
-    )
-    instance.begin(checksum, region)
-    try:
-        launch(meta, indices, offsets, weights, region)
-    finally:
-        instance.launched()
-    leave_launch_order_of(indices)
-    at = region * peers.slot_size
-    place = peers.slots[at : at + (end - begin) * width].view(end - begin, width)
-    if out is not None:
-        return out if out.data_ptr() == place.data_ptr() else out.copy_(place)
-    if lends and place.numel():
-        return instance.regions.lend(region, place)
-    return place.clone()
+    """:func:`prepare` and :func:`run_prepared`, for calls that are not prepared."""
+    words = (layout, batch, mean, out_dtype, group_name, config, node)
+    made = prepare(tables, indices, offsets, weights, *words)
+    return run_prepared(made, indices, offsets, weights, out, checksum)
 
 
 def _launcher(

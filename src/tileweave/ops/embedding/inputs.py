@@ -262,8 +262,7 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
     count = len(tables) * batch + 1
     allowed = f"{count} offsets: {len(tables)} tables x {batch} samples + 1"
     require(offsets.numel() == count, kinds, allowed, "append the end")
-    if offsets.device.type == "cpu":  # elsewhere the host would wait for the device
-        _check_rising(indices, offsets)
+    check_rising(indices, offsets)
     if weights is not None:
         asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
         fits = weights.shape == indices.shape and weights.dtype in DTYPES and not mean
@@ -293,25 +292,36 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
         "each column once",
         "see tw.EmbeddingLayout.in_rank_order",
     )
-    if out is not None:
-        begin, end = rows_of(batch, size, rank)
-        shape = (end - begin, layout.width)
-        fits = (
-            tuple(out.shape) == shape
-            and out.is_contiguous()
-            and out.dtype == out_dtype
-            and out.device == indices.device
-        )
-        require(
-            fits,
-            f"out {tuple(out.shape)} {out.dtype}",
-            f"{shape} {out_dtype}, contiguous",
-            "allocate out like that",
-        )
-        refuse_alias((out,), (*tables, *lists))
+    check_out(call, out, size, rank)
 
 
-def _check_rising(indices: torch.Tensor, offsets: torch.Tensor) -> None:
+def check_out(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:
+    """Raise :class:`InputError` for a result that does not fit the call."""
+    if out is None:
+        return
+    begin, end = rows_of(call.batch, size, rank)
+    shape = (end - begin, call.layout.width)
+    fits = (
+        tuple(out.shape) == shape
+        and out.is_contiguous()
+        and out.dtype == call.out_dtype
+        and out.device == call.indices.device
+    )
+    require(
+        fits,
+        f"out {tuple(out.shape)} {out.dtype}",
+        f"{shape} {call.out_dtype}, contiguous",
+        "allocate out like that",
+    )
+    lists = [call.indices, call.offsets, *([] if call.weights is None else [call.weights])]
+    refuse_alias((out,), (*call.tables, *lists))
+
+
+def check_rising(indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raise :class:`InputError` for offsets that fall or leave the indices. Only on the CPU:
+    elsewhere the host would wait for the device."""
+    if offsets.device.type != "cpu":
+        return
     first, last = int(offsets[0]), int(offsets[-1])
     fall = (offsets[1:] < offsets[:-1]).nonzero()
     asked = f"offsets from {first} to {last} for {indices.numel()} indices"
