@@ -33,10 +33,13 @@ demo: venv ## show what the library does; needs no GPU
 	$(BIN)/tileweave demo
 
 test: venv ## run the tests this machine can run; WORKERS= other than 2 processes, 0 for none (GPUs: one file at a time)
-	$(BIN)/python -m pytest -q -n $(if $(GPUS),0,$(WORKERS)) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(if $(GPUS),0,$(WORKERS)) $(BY_FILE)
 
 test-fast: venv ## run the tests of the edit loop: no simulator, each operator interpreted and explored once (docs/testing.md)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m fast tests/pure tests/cpu tests/explore
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(BY_FILE) -m fast tests/pure tests/cpu tests/explore
+
+# Processes take files in the order of tests/conftest.py, long ones first, so that they end together.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # Tests start many processes: without bytecode each compiles the package again.
 test test-fast test-integrations: export PYTHONDONTWRITEBYTECODE :=
@@ -48,7 +51,7 @@ test-integrations: ## run the tests of tileweave.integrations against the real f
 	@test -e $(INTEGRATIONS)/.installed || $(MAKE) venv VENV=$(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-integrations.txt
 	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
-	$(INTEGRATIONS)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest -q -n $(WORKERS) $(BY_FILE) tests/integrations
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator, then mutants of the kernels (RUNS=, FIRST=, MUTANTS= change how many); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)

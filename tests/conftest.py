@@ -17,6 +17,15 @@ from tests.support.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
 # in tests/cpu and tests/explore; all tests without kernels are fast, too
 FAST = ("test_public_calls", "test_each_operator_once")
+# the longest ones, a minute and more: no process may begin one when others have nothing left to do
+FIRST = (
+    "explore/test_explore.py",
+    "cpu/test_commands.py",
+    "compile/test_embedding_kernels.py",
+    "cpu/test_examples.py",
+    "compile/test_all_gather_kernels.py",
+    "explore/test_mutate.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count()
+    items.sort(key=_turn)
     for item in items:
         if _is_fast(item):
             item.add_marker(pytest.mark.fast)
@@ -50,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
         elif ON_ONE_GPU in os.environ and item.get_closest_marker("own_gpu"):
             item.add_marker(pytest.mark.skip(reason="ranks share a GPU here"))
+
+
+def _turn(item: pytest.Item) -> int:
+    """When the file of ``item`` begins; files of one turn stay in the order of their names."""
+    name = f"{item.path.parent.name}/{item.path.name}"
+    return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 def _is_fast(item: pytest.Item) -> bool:

@@ -115,7 +115,8 @@ TRITON_CASES = (
 
 
 def tuned_cases() -> list[Case]:
-    """The tuned table, once for each different kernel: some of a config is arguments, not code."""
+    """The tuned table, once for each different kernel: some of a config is arguments, not code, and
+    ``group_m`` is one number in the code."""
 
     def case(entry: Entry) -> Case:
         alike = {
@@ -124,6 +125,7 @@ def tuned_cases() -> list[Case]:
             "cut_bands": False,
             "team": 1,
             "own_first": True,
+            "group_m": 8,
         }
         spans = entry.rows // WORLD_SIZE < entry.config.tile_m
         return Case(replace(entry.config, **alike), rows=32 if spans else 256)

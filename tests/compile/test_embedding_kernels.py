@@ -104,9 +104,9 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     return compiled
 
 
-SUMS = ["sum_rows_kernel", "sum_runs_kernel", *["push_and_sum_kernel", "sum_runs_kernel"] * 2]
-# the second config of each uses copy engines
-NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel", *SUMS]
+# the second push, and the second sum with a push, use copy engines
+NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel"]
+NAMES += ["sum_rows_kernel", "sum_runs_kernel", *["push_and_sum_kernel", "sum_runs_kernel"] * 2]
 
 
 @functools.cache
@@ -135,7 +135,9 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
         keys, bags = sums.find_keys(
             numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH
         )
-        for bringing in (None, push, copied):
+        # in fp32 with a step: other tests look at no other sums with copy engines
+        both = kind in (sums.SGD, sums.ADAGRAD) and dtype == torch.float32
+        for bringing in (None, push, copied) if both else (None, push):
             sums.sum_rows(
                 slot,
                 keys,
@@ -219,7 +221,7 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 @pytest.mark.parametrize("kind", [sums.DENSE, sums.SPARSE], ids=["dense", "sparse"])
 def test_gradients_without_a_step_fit(kind: int) -> None:
     kernels = compile_gradient("sm_90", torch.float32, kind)
-    assert [k.name for k in kernels] == NAMES
+    assert [k.name for k in kernels] == NAMES[:-2]
     assert all(map(fits, kernels))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.support.calls import refusal, run_either
-from tests.support.tolerances import assert_near
+from tests.support.tolerances import GRADIENT_ERROR, assert_near, assert_norm_near
 from tests.support.worlds import Member, World, Worlds
 from torch import nn
 from torch.nn.functional import gelu, linear, silu
@@ -64,18 +64,19 @@ def over_ranks(me: Member, tokens: str, act: str, bias: bool) -> None:
     state = state_of(bias)
     layer = tw.nn.MoE(H, WIDTH, E, K, tokens=tokens, hidden_act=act, bias=bias)
     layer.load_state_dict(state)
-    leaves = {name: t.clone().requires_grad_() for name, t in state.items()}
+    leaves = {name: t.double().requires_grad_() for name, t in state.items()}
     x = torch.randn(me.world_size, 5, H, generator=torch.Generator().manual_seed(4))
     own = x if tokens == "replicated" else x[me.rank]
-    mine, theirs = (t.clone().requires_grad_() for t in (own, x))
+    mine, theirs = own.clone().requires_grad_(), x.double().requires_grad_()
     y, want = layer(mine), whole_layer(leaves, theirs.view(-1, H), act, bias).view_as(x)
     y.square().sum().backward()
     want.square().sum().backward()
     part = slice(None) if tokens == "replicated" else me.rank
-    assert_near(y, want[part], 1e-4, 1e-4, "y")
-    assert_near(mine.grad, theirs.grad[part], 1e-4, 1e-4, "gradient of x")
+    assert_near(y.double(), want[part], 1e-4, 1e-4, "y")
+    assert_near(mine.grad.double(), theirs.grad[part], 1e-4, 1e-4, "gradient of x")
     for name, parameter in layer.named_parameters():
-        assert_near(parameter.grad.full_tensor(), leaves[name].grad, 1e-4, 1e-4, name)
+        got = parameter.grad.full_tensor()
+        assert_norm_near(got, leaves[name].grad, GRADIENT_ERROR["float32"], name)
 
 
 @pytest.mark.parametrize("tokens", ["own", "replicated"])

@@ -186,11 +186,8 @@ def _values(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
-def _floor_to_zero(a: Any, b: Any) -> Any:
-    quotient = np.floor_divide(np.abs(a), np.abs(b))
-    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(
-        np.result_type(a, b)
-    )[()]
+def _divide_to_zero(a: Any, b: Any) -> Any:
+    return np.floor_divide(a - np.fmod(a, b), b)  # of a multiple of b: exact, so nothing is rounded
 
 
 def special(dtype: Any) -> tl.dtype | None:
@@ -264,7 +261,7 @@ def _element_bytes(pointer: Any) -> int:
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "mul": operator.mul,
     "truediv": np.true_divide,
-    "floordiv": _floor_to_zero,
+    "floordiv": _divide_to_zero,
     "mod": np.fmod,
     "and": operator.and_,
     "or": operator.or_,

@@ -316,7 +316,11 @@ class Hooks(interpreted.HostMemory):
             value = value.to(dtype).data if type(value.special) is not _POINTER else value.data
         elif made is Coded:
             value = blocks.instead(value, special)
-        data = np.full(places.shape, value, kind)
+        as_stored = (places.shape, kind)
+        if type(value) is np.ndarray and (value.shape, value.dtype) == as_stored:
+            data = np.ascontiguousarray(value)  # blocks are never changed
+        else:
+            data = np.full(places.shape, value, kind)
         self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
 
     def word_add(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,8 @@ class Region:
     cell_bytes: int = CELL
     writer: np.ndarray | None = None  # int16 per cell: component of the last writer, -1: none
     written: np.ndarray | None = None  # int32 per cell: the clock of that component
-    reads: np.ndarray | None = None  # int32 [component, cell]: clock of the last read
+    # by component that has read any cell, int32 per cell: its clock at the last read
+    reads: dict[int, np.ndarray] = field(default_factory=dict)
     # int32 per cell: serial of the last store, and of the last one that has arrived
     issued: np.ndarray | None = None
     arrived: np.ndarray | None = None
@@ -68,7 +69,7 @@ class Region:
         self.observer = np.full(cells, -1, np.int16)
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.int32)
-        self.reads = np.zeros((components, cells), np.int32)
+        self.reads = {}
         self.last_read, self.last_written = (
             np.zeros(components, np.int32),
             np.zeros(components, np.int32),
@@ -222,7 +223,7 @@ class Memory:
         region.observer[cells] = np.where(seen, task.component, region.observer[cells])
 
     def check_read(self, task: Writer, region: Region, cells: Cells) -> None:
-        if region.writer is None or region.written is None or region.reads is None:
+        if region.writer is None or region.written is None:
             return
         assert region.last_read is not None and region.last_written is not None, "watched"
         clock = task.clock
@@ -239,7 +240,10 @@ class Memory:
         if wrong:
             self._refuse_read(task, region, cells)
         now = clock.item(task.component)
-        region.reads[task.component][cells] = now
+        mine = region.reads.get(task.component)
+        if mine is None:
+            mine = region.reads[task.component] = np.zeros(region.writer.size, np.int32)
+        mine[cells] = now
         region.last_read[task.component] = now
 
     def _refuse_read(self, task: Writer, region: Region, cells: Cells) -> None:
@@ -271,7 +275,7 @@ class Memory:
             )
 
     def check_write(self, task: Writer, region: Region, cells: Cells) -> None:
-        if region.writer is None or region.written is None or region.reads is None:
+        if region.writer is None or region.written is None:
             region.watch(self.components)
         assert (
             region.writer is not None and region.written is not None and region.observer is not None
@@ -291,9 +295,7 @@ class Memory:
 
     def _refuse_write(self, task: Writer, region: Region, cells: Cells) -> None:
         """Where some cell is overwritten too early; else nothing."""
-        assert (
-            region.writer is not None and region.written is not None and region.reads is not None
-        ), "watched"
+        assert region.writer is not None and region.written is not None, "watched"
         assert region.observer is not None, "watched"
         if isinstance(cells, int):
             cells = slice(cells, cells + 1)
@@ -316,7 +318,8 @@ class Memory:
         readers = np.flatnonzero(region.last_read > task.clock)  # those that may have read too late
         if not readers.size:
             return
-        unread = (task.clock[readers] < region.reads[readers][:, cells].T).reshape(-1, readers.size)
+        reads = np.stack([region.reads[reader][cells] for reader in readers.tolist()])
+        unread = (task.clock[readers] < reads.T).reshape(-1, readers.size)
         if unread.any():
             reader = readers[unread.argmax(axis=-1)]
             text = "which nothing orders after the read by"

@@ -87,9 +87,12 @@ class Pages:
         self.posts.append("close")
 
 
+_AS_WANTED, _OTHER = torch.tensor([True]), torch.tensor([False])
+
+
 def equal(name: str, got: object, want: object) -> tuple[str, torch.Tensor, torch.Tensor]:
     """A result that is no tensor."""
-    return f"{name}: {got}, not {want};", torch.tensor([got == want]), torch.tensor([True])
+    return f"{name}: {got}, not {want};", _AS_WANTED if got == want else _OTHER, _AS_WANTED
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> bool:
