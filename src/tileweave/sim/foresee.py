@@ -9,7 +9,7 @@ in the config that tileweave plans for them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tileweave.errors import require
 from tileweave.planning import matmul
 from tileweave.planning.costs import load_calibration
 from tileweave.planning.machine import Machine
-from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Plan, Problem
+from tileweave.planning.problem import FUSED_WORLD_SIZES, Problem
 from tileweave.sim.cells import Cell, read_cells, with_config
 from tileweave.sim.modelled import is_matmul
 from tileweave.sim.predict import Predictor
@@ -40,28 +40,16 @@ Made by `python -m tileweave.sim.foresee {ranks} OUT RESULTS...` from:
 
 """
 _QUANTITIES = ("compute", "unfused", "fused", "bound")
-_Planner = Callable[[Problem, Machine, bool], Plan[MatmulConfig]]
-_PLANS: dict[str, _Planner] = {
-    "all_gather_matmul": matmul.plan_all_gather_matmul,
-    "matmul_reduce_scatter": matmul.plan_matmul_reduce_scatter,
-    "matmul_all_reduce": matmul.plan_matmul_all_reduce,
-    "matmul_all_to_all": matmul.plan_matmul_all_to_all,
-    "all_to_all_matmul": matmul.plan_all_to_all_matmul,
-}
+_CUT_COLUMNS = ("all_gather_matmul", "matmul_all_to_all")  # the others cut the depth
 
 
 def problem_of(cell: Cell) -> Problem:
     """The problem of one rank, as the planner counts it; see ``planning.matmul``."""
     m, n, k = cell.shape
     ranks = cell.world_size
-    sizes = {
-        "all_gather_matmul": (m // ranks, n // ranks, k),
-        "matmul_reduce_scatter": (m // ranks, n, k // ranks),
-        "matmul_all_reduce": (m, n, k // ranks),
-        "matmul_all_to_all": (m // ranks, n // ranks, k),
-        "all_to_all_matmul": (m // ranks, n, k // ranks),
-    }[cell.op]
-    return Problem(ranks, *sizes, cell.itemsize, "bfloat16")
+    rows = m if cell.op == "matmul_all_reduce" else m // ranks
+    cols, depth = (n // ranks, k) if cell.op in _CUT_COLUMNS else (n, k // ranks)
+    return Problem(ranks, rows, cols, depth, cell.itemsize, "bfloat16")
 
 
 def among(cell: Cell, ranks: int, device: str) -> Cell | None:
@@ -73,9 +61,8 @@ def among(cell: Cell, ranks: int, device: str) -> Cell | None:
     cell = replace(cell, world_size=ranks, shape=shape, tables=None)
     if cell.quantity != "fused" or not is_matmul(cell.op):
         return cell
-    plan = _PLANS[cell.op](
-        problem_of(cell), Machine(f"NVIDIA {device.upper()}", "cuda", 90, 132), False
-    )
+    machine = Machine(f"NVIDIA {device.upper()}", "cuda", 90, 132)
+    plan = getattr(matmul, f"plan_{cell.op}")(problem_of(cell), machine, False)
     return None if plan.config is None else replace(cell, tables=with_config(cell.op, plan.config))
 
 
