@@ -182,3 +182,52 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
     for errors in pair.run(refused, timeout=SECONDS):
         for error, name in zip(errors, named, strict=True):
             assert error.startswith("asked:") and name in error, (name, error)
+
+
+def translator(seed: int) -> Any:
+    """An encoder and a decoder with cross attention, and biases everywhere."""
+    import transformers
+
+    options: dict[str, Any] = {"vocab_size": 37, "d_model": 16, "max_position_embeddings": 64}
+    for side in ("encoder", "decoder"):
+        options |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 24}
+    config = transformers.M2M100Config(**options)
+    torch.manual_seed(seed)
+    return transformers.M2M100ForConditionalGeneration(config).eval()
+
+
+def translated(me: Member) -> tuple[dict[str, Any], str]:
+    reference = translator(0)
+    part: Any = tw.parallelize(translator(0))
+    ids, target = torch.randint(3, 37, (2, 2, 6), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "decoder_input_ids": target}
+    y, want = part(**given).logits, reference(**given).logits
+    for result in (y, want):
+        result.square().mean().backward()
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters())
+    pairs = zip(part.parameters(), reference.parameters(), strict=True)
+    found = {
+        "logits": apart(y, want),
+        "gradients": max(float((whole(p.grad) - q.grad).abs().max()) for p, q in pairs) / largest,
+        "sharded": sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()),
+    }
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    found["generated"] = torch.equal(
+        part.generate(ids, **options), reference.generate(ids, **options)
+    )
+    try:
+        rows: Any = tw.parallelize(translator(0), sequence_parallel=True)
+        rows(**given)
+        return found, "taken"
+    except InputError as error:
+        return found, str(error)
+
+
+def test_cross_attention(pair: World) -> None:
+    """Right in the all-reduce form; with own rows an error that says so."""
+    for found, error in pair.run(translated, timeout=SECONDS):
+        assert found.pop("sharded") == 5  # attention and MLP of both, and the cross attention
+        assert found.pop("generated")
+        assert max(found.values()) < 1e-5, found
+        assert error.startswith("asked: model.decoder.layers.0.encoder_attn.k_proj"), error
+        assert "for a cross attention, sequence_parallel=False" in error

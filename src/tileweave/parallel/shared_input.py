@@ -46,9 +46,10 @@ class SharedColumn(ColumnParallelLinear):
         if self.gather:
             raise InputError(
                 f"asked: {self.path} of another tensor than the input of its module; allowed: the "
-                "same tensor; remedy: remove hooks of this layer that make another one (forward "
-                "pre-hooks, full backward hooks), or pass a plan that gives this layer a style of "
-                "its own, tw.parallel.Colwise(sequence_dim=...)"
+                "same tensor; remedy: for a cross attention, sequence_parallel=False; remove hooks "
+                "of this layer that make another one (forward pre-hooks, full backward hooks); or, "
+                "if the other one has this rank's rows, too, pass a plan that gives this layer a "
+                "style of its own, tw.parallel.Colwise(sequence_dim=...)"
             )
         return super().forward(input)
 
