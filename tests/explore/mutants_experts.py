@@ -19,6 +19,8 @@ _AWAIT = (
     "        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))\n"
 )
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
+_WORD = "+ 1 + chunk * cut.groups + group\n"
+_GROUPS = "for group in range(0, cut.groups):"
 _MADE = "            while made <= chunk:\n"
 _LATE = "        before = ticket  # sends before this ticket\n"
 _TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
@@ -83,6 +85,27 @@ MUTANTS: tuple[Mutant, ...] = (
         COMBINE,
         _NOTIFY,
         _NOTIFY.replace("+ 1 + chunk", "+ chunk"),
+        GC,
+    ),
+    Mutant(
+        "combine: a signal of a group where a chunk would be",
+        COMBINE,
+        _NOTIFY,
+        _NOTIFY.replace("chunk * groups", "chunk * cut.chunks"),
+        GC,
+    ),
+    Mutant(
+        "combine: results wait for groups where chunks would be",
+        COMBINE,
+        _WORD,
+        "+ 1 + group * cut.chunks + chunk\n",
+        GC,
+    ),
+    Mutant(
+        "combine: results of as many groups as there are chunks",
+        COMBINE,
+        _GROUPS,
+        _GROUPS.replace("groups", "chunks"),
         GC,
     ),
     Mutant(
@@ -171,6 +194,20 @@ MUTANTS: tuple[Mutant, ...] = (
         TASKS,
         'LISTED, 1, sem="release"',
         'LISTED, 1, sem="relaxed"',
+        PARTITIONS,
+    ),
+    Mutant(
+        "tickets: a signal of a group where a chunk would be",
+        TASKS,
+        "word = chunk * cut.groups + group\n",
+        "word = chunk * cut.chunks + group\n",
+        PARTITIONS,
+    ),
+    Mutant(
+        "tickets: results wait for groups where chunks would be",
+        TASKS,
+        "chunk * cut.groups + step // cut.group_blocks",
+        "step // cut.group_blocks * cut.chunks + chunk",
         PARTITIONS,
     ),
     Mutant(

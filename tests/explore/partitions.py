@@ -41,7 +41,7 @@ SCENARIOS = (
     Combine("partitions", _CUT, (2, 3), 2, programs=(1, 2, 3), resident=MAX_PROGRAMS),
     Combine(
         "partitions, two chunks",
-        replace(_CUT, tile_n=8, chunks=2),
+        replace(_CUT, tile_n=8, chunks=2, groups=3),
         (3,),
         2,
         False,

@@ -150,8 +150,9 @@ EXPERT_SCENARIOS = (
         sizes=(21, 9),
         experts=3,
     ),
-    # the last chunk has fewer tiles, all whole; the memory of more tokens is used again
-    Combine("fewer tokens", _CUT, (4, 1), 2, sizes=(24, 8)),
+    # the last chunk has fewer tiles, all whole; the memory of more tokens is used again. There are
+    # more groups than chunks, and a later chunk may be stored before an earlier one
+    Combine("fewer tokens", replace(_CUT, groups=3, num_reduce=2), (5, 1), 2, sizes=(24, 8)),
     # after the last row, and the last columns that are summed at once, there is no memory
     Combine("all rows", _CUT, (1,), 2, sizes=(21, 9), full=True),
     Combine(
