@@ -387,3 +387,21 @@ def test_store_that_is_gone(three: list[Rank], monkeypatch: pytest.MonkeyPatch) 
         meet("0", three[0], "a call")  # type: ignore[arg-type]
     assert caught.value.at == "store" and "Remedy" in str(caught.value)
     assert isinstance(caught.value.__cause__, dist.DistNetworkError)
+
+
+def test_a_connection_that_broke_is_not_used_again(
+    three: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store may be reached again, but not through the old connection."""
+
+    class Broken(Stopped):
+        def add(self, key: str, value: int) -> int:
+            raise dist.DistNetworkError("Broken pipe")
+
+        compare_set = set = check = get = add  # type: ignore[assignment]
+
+    group_store._CONNECTIONS[three[0]] = Broken(three[0].store)  # type: ignore[index]
+    assert "lost its connection to the store" in said(meet, "0", three[0], "a call")
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "5")
+    found = on_ranks(3, lambda rank: meet(f"{rank}", three[rank], "a call"))
+    assert found == [(1, ["0", "1", "2"])] * 3
