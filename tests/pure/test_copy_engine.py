@@ -301,6 +301,29 @@ def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
     assert driver.calls.index("kernel") < driver.calls.index("cuGraphLaunch")
 
 
+@pytest.mark.parametrize("capturing", [False, True], ids=["as a graph", "one by one"])
+def test_no_copy_is_queued_if_the_launch_raises(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    """Copies would wait for the counters of a kernel that never runs. Those of the next push are
+    queued once."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    copies, line = scatter(), engine(driver)
+
+    def refuse() -> None:
+        raise MemoryError
+
+    line.push(copies, 10_000)
+    driver.calls.clear()
+    with pytest.raises(MemoryError):
+        line.push(copies, 10_000, refuse)
+    queued = {"cuGraphLaunch", "cuMemcpyDtoDAsync_v2", "cuStreamWaitValue32_v2"}
+    assert not queued & set(driver.calls)
+    line.push(copies, 10_000, lambda: None)
+    assert driver.calls.count("cuMemcpyDtoDAsync_v2") == 5 * capturing
+    assert driver.calls.count("cuGraphLaunch") == (not capturing)
+
+
 def test_a_pointed_graph_is_of_the_memory_that_it_has_now(driver):
     """Otherwise each push of an address that comes again would point it anew."""
     driver.allocations, line, copies = {20_000: 2}, engine(driver), scatter()
