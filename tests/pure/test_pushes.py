@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,13 +96,14 @@ def test_each_queue_of_a_gpu_is_pushed_and_joined_by_itself(queue: int) -> None:
     found = object.__new__(CudaTransport)
     told: list[tuple[str, int]] = []
     found.watch = None
-    found._engines = [
-        SimpleNamespace(  # type: ignore[misc]
+    engines: list[Any] = [
+        SimpleNamespace(
             push=lambda *_, at=at: told.append(("push", at)),
             join=lambda at=at: told.append(("join", at)),
         )
         for at in range(2)
     ]
+    found._engines = engines
     found.push([], queue=queue)
     found.join(queue)
     assert told == [("push", queue), ("join", queue)]
