@@ -373,6 +373,13 @@ def test_ranks_have_the_same_bits(worlds: Worlds, config: MatmulConfig) -> None:
 
 
 @fused
+@pytest.mark.parametrize("kernel", ["library", "triton"])
+def test_sums_in_one_shot_are_in_rank_order(worlds: Worlds, kernel: str) -> None:
+    config = replace(CONFIG, kernel=kernel, shots=1)
+    worlds("gloo", 3).run(behaviour.sums_in_rank_order, AR, config)
+
+
+@fused
 def test_many_calls_by_tiles_with_late_ranks(worlds: Worlds) -> None:
     cases = [
         case(96, 17, 24),

@@ -262,6 +262,12 @@ def test_by_shards(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(parity.many_calls, cases[:1], BY_SHARDS, 12, 0.004)
 
 
+@fused
+def test_sums_by_shards_are_in_rank_order(worlds: Worlds) -> None:
+    """So that a sum does not depend on which rank has it."""
+    worlds("gloo", 3).run(behaviour.sums_in_rank_order, RS, BY_SHARDS)
+
+
 def in_kept_memory(me: Member, config: MatmulConfig) -> list[float]:
     """Calls of a size after inference_mode, and after a larger size, store in the memory of the
     first one."""

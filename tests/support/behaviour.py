@@ -41,6 +41,8 @@ from tileweave.nn.shards import local
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.registry import name_of
+from tileweave.planning import choices
+from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import REGISTRY
 
 # --- The public call ---
@@ -112,6 +114,21 @@ def same_bits_twice(me: Member, case: Case) -> None:
         assert all(torch.equal(everyone[0], other) for other in everyone), (
             "ranks hold different bits of one result"
         )
+
+
+# Columns of partial sums, a row for each rank. In fp32, rank order gives IN_RANK_ORDER; to begin at
+# the own rank changes the first column on rank 2, and to go backwards changes the second one.
+TO_ADD = torch.tensor([[1e8, 1, 1e8], [1, 1e8, -1e8], [-1e8, -1e8, 1]])
+IN_RANK_ORDER = [0.0, 0.0, 1.0]
+
+
+def sums_in_rank_order(me: Member, op: str, config: MatmulConfig) -> None:
+    """Of three ranks."""
+    x, w = TO_ADD[me.rank].expand(4 * me.world_size, -1).contiguous(), torch.eye(3)
+    with choices.forced(op, config):
+        for _ in range(2):  # once with each slot
+            y = getattr(tw, op)(x, w)
+            assert y.tolist() == [IN_RANK_ORDER] * len(y), f"rank {me.rank}: {y[0].tolist()}"
 
 
 def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> None:
