@@ -57,3 +57,7 @@ def test_combine_sums_without_weights(worlds: Worlds) -> None:
 def test_combine_sums_with_more_or_less_at_once(worlds: Worlds, ahead: int) -> None:
     cases = [LONG, CASES[5]]
     worlds("gloo", 2).run(gluon_as_triton.parity, cases, [TWO_WARPS], True, {"AHEAD": ahead})
+
+
+def test_combine_sums_are_in_rank_order(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(gluon_as_triton.sums_in_rank_order, TWO_WARPS)

@@ -75,6 +75,10 @@ def test_half_precision(worlds: Worlds, dtype: str) -> None:
     worlds("gloo", 2).run(combine.parity, [replace(SMALL, dtype=dtype)], CONFIG)
 
 
+def test_sums_are_in_rank_order(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(combine.sums_in_rank_order, CONFIG)
+
+
 def test_many_calls_with_late_ranks(worlds: Worlds) -> None:
     cases = [SMALL, replace(SMALL, tokens=(5, 1)), replace(SMALL, tokens=(2, 0, 4))]
     worlds("gloo", 3).run(combine.many_calls, cases, CONFIG, 7, 0.004, stall_in_the_kernel)

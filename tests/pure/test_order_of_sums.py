@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.tolerances import IN_RANK_ORDER, TO_ADD
 
 from tileweave.ops.core.ways import add_in_order
-
-# a row for each node; in fp32 the columns are 0, 0 and 1 in the order of nodes alone
-PARTS = torch.tensor([[1e8, 1, 1e8], [1, 1e8, -1e8], [-1e8, -1e8, 1]])
 
 
 @pytest.mark.parametrize("node", range(3))
 def test_nodes_are_added_in_their_order(node: int) -> None:
-    arrived = PARTS.clone()[:, None]
+    arrived = TO_ADD.clone()[:, None]
     arrived[node] = float("nan")  # the own part is not sent
     out = torch.empty(1, 3)
-    add_in_order(PARTS[node : node + 1], arrived, node, out)
-    assert out.tolist() == [[0.0, 0.0, 1.0]]
+    add_in_order(TO_ADD[node : node + 1], arrived, node, out)
+    assert out.tolist() == [IN_RANK_ORDER]
 
 
 @pytest.mark.parametrize("node", range(3))

@@ -32,7 +32,7 @@ from tests.support.matmul_cases import (
     prepare,
     verify,
 )
-from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
+from tests.support.tolerances import GRADIENT_ERROR, IN_RANK_ORDER, TO_ADD, assert_norm_near
 from tests.support.worlds import ROOT, Member, environment_for
 
 import tileweave as tw
@@ -114,12 +114,6 @@ def same_bits_twice(me: Member, case: Case) -> None:
         assert all(torch.equal(everyone[0], other) for other in everyone), (
             "ranks hold different bits of one result"
         )
-
-
-# Columns of partial sums, a row for each rank. In fp32, rank order gives IN_RANK_ORDER; to begin at
-# the own rank changes the first column on rank 2, and to go backwards changes the second one.
-TO_ADD = torch.tensor([[1e8, 1, 1e8], [1, 1e8, -1e8], [-1e8, -1e8, 1]])
-IN_RANK_ORDER = [0.0, 0.0, 1.0]
 
 
 def sums_in_rank_order(me: Member, op: str, config: MatmulConfig) -> None:

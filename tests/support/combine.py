@@ -16,7 +16,7 @@ import torch
 from tests.support import experts
 from tests.support.experts import Case
 from tests.support.parity import pause
-from tests.support.tolerances import TOLERANCE, assert_near
+from tests.support.tolerances import IN_RANK_ORDER, TO_ADD, TOLERANCE, assert_near
 from tests.support.worlds import Member
 
 import tileweave as tw
@@ -118,6 +118,19 @@ def fused(me: Member, c: Call, config: CombineConfig, weighted: bool = True) -> 
 
 
 # --- Bodies ---
+
+
+def sums_in_rank_order(me: Member, config: CombineConfig) -> None:
+    """Of three ranks, each with one expert, which has a row of every token."""
+    size, tokens, cols = me.world_size, 3, 3
+    ids = torch.arange(size).expand(size, tokens, size).contiguous()
+    plan = reference_plan(ids, me.rank, size, tokens)
+    # a row of ones gives the partial sums of this rank, column by column
+    weight = torch.diag(TO_ADD[me.rank])[None]
+    call = Call(torch.ones(plan.bound, cols), weight, plan, torch.ones(tokens, size))
+    for weighted in (True, False):
+        z = fused(me, call, config, weighted)
+        assert z.tolist() == [IN_RANK_ORDER] * tokens, f"rank {me.rank}: {z.tolist()}"
 
 
 def parity(

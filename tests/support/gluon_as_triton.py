@@ -322,3 +322,12 @@ def parity(
     finally:
         plain.launch = theirs
         _SUMS.clear()
+
+
+def sums_in_rank_order(me: Member, config: CombineConfig) -> None:
+    """``combine.sums_in_rank_order`` of the translated kernel."""
+    theirs, plain.launch = plain.launch, launch
+    try:
+        combine.sums_in_rank_order(me, config)
+    finally:
+        plain.launch = theirs

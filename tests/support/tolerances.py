@@ -17,6 +17,11 @@ TOLERANCE = {"float32": (1e-5, 1e-5), "float16": (2e-3, 2e-3), "bfloat16": (1.6e
 # rounded before.
 GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 
+# Columns of partial sums, a row for each rank. In fp32, rank order gives IN_RANK_ORDER; to begin at
+# the own rank changes the first column on rank 2, and to go backwards changes the second one.
+TO_ADD = torch.tensor([[1e8, 1, 1e8], [1, 1e8, -1e8], [-1e8, -1e8, 1]])
+IN_RANK_ORDER = [0.0, 0.0, 1.0]
+
 
 def assert_near(
     got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float, what: str
