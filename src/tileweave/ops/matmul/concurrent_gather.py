@@ -94,12 +94,14 @@ class Gathering:
         self._end(lambda: self._call.launches.end_gather(made))
 
     def _end(self, launch: Callable[[], None]) -> None:
-        instance = self._instance
+        instance, launched = self._instance, False
         try:
             launch()
+            launched = self._x[0].is_cuda
         finally:
-            # As in push_with_launch: on a GPU the kernel ends after the pushes anyway.
-            if self._capturing or not self._x[0].is_cuda:
+            # As in push_with_launch: on a GPU the kernel ends after the pushes anyway. Without it,
+            # later work could store in the memory of x that copies still read.
+            if self._capturing or not launched:
                 instance.transport.join(QUEUE)
             instance.launched()
         CALL.posted = False  # the call has been made: later failures are of later calls
