@@ -16,7 +16,7 @@ from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
 # of a copy of a slice of an all-reduce, beyond its bytes: its wait and its signal (H200)
-_SLICE_COPY_SECONDS = 8e-6
+_SLICE_COPY_SECONDS = 10e-6
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -115,13 +115,14 @@ def _fused(
     rate = (c.copy_fraction if copied else c.push_fraction) * link_rate
     if op == "matmul_all_reduce" and copied:
         slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
-        each = w.nbytes / slices / rate + (size - 1) * _SLICE_COPY_SECONDS
-        # Own rows are multiplied last: the first slice of them is there when this is left. It hides
-        # gathers of two ranks only; times of four H200 have all of the gather after the matmul.
-        left = multiply * (slices - 1) / (size * slices) if size == 2 else 0.0
-        gathered = max(multiply + each, multiply - left + slices * each)
+        copies = (size - 1) * _SLICE_COPY_SECONDS
+        push = w.nbytes / slices / rate + copies
+        pull = w.nbytes / slices / (rate if size == 2 else c.pull_fraction * link_rate) + copies
+        # own rows are multiplied last: the first slice of them is done when this is left
+        left = multiply * (slices - 1) / (size * slices)
+        gathered = max(multiply + pull, multiply - left + slices * pull)
         # copy engines are busy from the first slice of partial sums on
-        bound = max(gathered, multiply / (size * slices) + w.steps * slices * each)
+        bound = max(gathered, multiply / (size * slices) + slices * (push + pull))
         return c.fused_launch + latency + bound
     if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
         return c.one_shot_launch + multiply + latency + w.nbytes * size / rate
