@@ -390,6 +390,11 @@ def bad_input(me: Member) -> None:
         ("gradient", lambda: ask(gradient="adam")),
         ("batch=", lambda: ask(tables=())),
         ("offsets", lambda: ask(batch=7)),
+        ("whole number", lambda: ask(batch=2.0)),
+        (
+            "whole number",
+            lambda: ask((), indices[:0], offsets[:1], batch=-1, out_dtype=torch.float32),
+        ),
         ("two dimensions", lambda: ask(tables=(table[0],))),
         ("contiguous", lambda: ask(tables=(torch.zeros(4, 5, device=me.device).t(),))),
         ("int32 or int64", lambda: ask(i=indices.float())),
@@ -408,7 +413,11 @@ def bad_input(me: Member) -> None:
         ),
         ("contiguous", lambda: ask(out=torch.zeros(9, 9, device=me.device))),
     ]
-    for said, attempt in wrong:
+    for said, attempt in (*wrong, ("", ask), *wrong):  # also what calls before have in common
+        if attempt is ask:
+            ask()
+            ask()
+            continue
         with pytest.raises(tw.InputError, match=said):
             attempt()
     ask()

@@ -384,7 +384,8 @@ def _signature(
     out_dtype: torch.dtype,
 ) -> tuple[object, ...]:
     """What the checks and the plan of a call depend on, and the addresses of its tables."""
-    facts: list[object] = [OP, batch, mean, out_dtype, *layout, offsets.numel()]
+    # numbers that are equal may differ in type: 4.0 is refused
+    facts: list[object] = [OP, type(batch), batch, mean, out_dtype, *layout, offsets.numel()]
     facts.append(unroll_of(indices.numel() / max(len(tables) * batch, 1)))
     for t in tables:
         facts += t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), t.get_device()
