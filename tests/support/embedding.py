@@ -426,10 +426,12 @@ def bad_input(me: Member) -> None:
 def out_of_range_raises(me: Member, odd: int) -> None:
     """In debug mode every rank raises, and the next call works."""
     table = torch.zeros(5, 4, device=me.device)
-    offsets = torch.tensor([0, 1, 2], device=me.device)
+    offsets, kept = torch.tensor([0, 1, 2], device=me.device), []
     for wrong in ([0, 5], [-1, 2]):
         indices = torch.tensor(wrong if me.rank == odd else [0, 1], device=me.device)
         kind = tw.InputError if me.rank == odd else tw.RankMismatchError
         with pytest.raises(kind, match=f"{min(wrong)} to {max(wrong)} in table 0"):
             tw.embedding_bag_all_to_all([table], indices, offsets)
         tw.embedding_bag_all_to_all([table], indices.clamp(0, 4), offsets)
+        kept.append(len(workspace_of(name_of(None), me.device).instance(OP, "sm")._outside))
+    assert kept[0] == kept[1], "calls in debug mode keep what no call finds"

@@ -55,6 +55,7 @@ from tileweave.ops.embedding.bag_all_to_all_fused import (
     OP,
     Prepared,
     prepare,
+    run_fused,
     run_lookup,
     run_prepared,
 )
@@ -453,9 +454,9 @@ def _forward(
         )
         if chosen.config.nodes > 1:
             return over_nodes.run(call, chosen.config, out, checksum)
-        known = Accepted(columns, chosen.config, checksum)
-        if workspace is not None:
-            workspace.accepted[signature] = known
+        if workspace is None:  # the first call, or debugging: nothing of it is kept
+            return run_fused(*call, chosen.config, out, checksum)
+        known = workspace.accepted[signature] = Accepted(columns, chosen.config, checksum)
         return run_prepared(known.prepared(call), indices, offsets, weights, out, checksum)
     y = run_lookup(
         tables,
