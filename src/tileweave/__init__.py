@@ -79,6 +79,7 @@ def _tune(*args: object, **kwargs: object) -> None:
 
 _TUNERS.append(_tune)
 plan_sharding = _checks_types(plan_sharding)  # planning does not know torch
+plan_sharding.__module__ = __name__  # where pickle finds it
 
 
 def close(group: _Group | None = None) -> None:

@@ -3,7 +3,9 @@ on its peers, and nothing of it remains."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.support.calls import refusal
 from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
+from tileweave.ops.core.argument_types import checks_types
 
 WRONG: tuple[Any, ...] = ("row", 2.5, b"x", object(), {}, torch.zeros(4, 4).to_sparse())
 
@@ -148,3 +151,35 @@ def world(worlds: Worlds) -> World:
 
 def test_layers_with_a_shared_expert(world: World) -> None:
     world.run(other_dtypes)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError]
+)
+def test_errors_of_other_reasons_are_passed_on(error: type[Exception]) -> None:
+    """Callers catch them. One tensor of three dimensions serves as a list of tables."""
+
+    def call(tables: list[torch.Tensor]) -> None:
+        raise raised
+
+    raised = error.__new__(error)
+    with pytest.raises(error):
+        checks_types(call)(torch.ones(2, 3, 4))  # type: ignore[arg-type]
+    raised = RuntimeError()  # type: ignore[assignment]
+    with pytest.raises(tw.InputError):
+        checks_types(call)(torch.ones(2, 3, 4))  # type: ignore[arg-type]
+
+
+def test_functions_are_pickled() -> None:
+    for name in tw.__all__:
+        if isfunction(function := getattr(tw, name)):
+            assert pickle.loads(pickle.dumps(function)) is function, name
+
+
+def test_a_decorated_function_is_compiled_whole() -> None:
+    @checks_types
+    def call(x: torch.Tensor, scale: int = 1) -> torch.Tensor:
+        return x * scale + 1
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2), scale=3), torch.full((2,), 4.0))

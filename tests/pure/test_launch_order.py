@@ -98,6 +98,12 @@ def test_region_of_a_capture_waits_for_its_own_readers_only() -> None:
     regions.order(1, a)
     regions.order(1, b, 7)
     assert notes == ["c after all of b"]
+    regions.order(1, c, 7)
+    assert notes[1:] == ["c after all of b"]
+    regions.order(2, a)  # copied from, never lent: each capture may use it
+    for number in (8, 9):
+        regions.order(2, b, number)
+    assert regions.captured == {0: 7, 1: 7}
 
 
 def test_enter_returns_the_current_stream() -> None:

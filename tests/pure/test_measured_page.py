@@ -65,3 +65,33 @@ def test_a_summary_shows_losses_and_wrong_results(tmp_path: Path) -> None:
     assert "**WRONG** | 1 |" in small
     with pytest.raises(InputError):
         summary(tmp_path, "two*.json")
+
+
+def test_the_last_figures_of_a_case_count(tmp_path: Path) -> None:
+    """Whatever order a file system lists reports in, and also in folders with the same names."""
+
+    def write(name: str, *ratios: float) -> None:
+        cases = [
+            {"block": "large", "name": "one", "right": True, "over_best": ratio} for ratio in ratios
+        ]
+        place = {"date": "2026-11-27T01:00:00+00:00"}
+        report = {"op": "all_gather_matmul", "cases": cases, "environment": place}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(report), "utf-8")
+
+    def shown() -> str:
+        return summary(tmp_path, "*.json").splitlines()[2]
+
+    write("run-b.json", 1.5, 1.25)
+    write("run.json", 2.0)
+    write("another.json", 3.0)
+    assert "| 1 |  | 1.25 (1.25) |" in shown()
+    write("later/run.json", 1.75)
+    write("run-b.json", 1.5)
+    assert "| 1 |  | 1.50 (1.50) |" in shown()
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run-b.json").unlink()
+    (tmp_path / "another.json").unlink()
+    assert "| 1 |  | 1.75 (1.75) |" in shown()
+    write("run.json")
+    assert "| 1 |  | 1.75 (1.75) |" in shown(), "another folder's report has this name"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from random import Random
 from unittest.mock import Mock
 
 import pytest
@@ -40,6 +41,48 @@ def test_a_capture_uses_its_regions_again() -> None:
     assert regions.choose(7) == (0, True)
     assert regions.choose(8) == (2, False), "another capture gets none of them"
     assert regions.captured == {0: 7, 1: 7}
+
+
+def test_a_result_that_a_capture_writes_to_is_lent_no_more() -> None:
+    """Each replay writes there, also after the caller has dropped the result."""
+    regions = Regions(3)
+    region, _ = regions.choose(0)
+    regions.held.add(region)
+    regions.order(region, Mock(), 7)
+    regions.order(region, Mock(), 8)  # of the first graph still
+    regions.held.clear()
+    assert regions.captured == {region: 7}
+    assert regions.choose(0) == regions.choose(8) == (1, True)
+    assert regions.choose(7) == (region, True)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_results_alive_at_once_have_regions_of_their_own(seed: int) -> None:
+    """Also those that replays of graphs write again, as long as one result of a graph is alive."""
+    random, regions = Random(seed), Regions(4)
+    alive: list[tuple[int, int]] = []  # (region, capture) of results
+    graphs: dict[int, set[int]] = {}  # the regions that replays write
+    stream = Mock()
+    for step in range(200):
+        if alive and random.random() < 0.4:
+            region, _ = alive.pop(random.randrange(len(alive)))
+            regions.held.discard(region)
+        capture = random.choice([0, step // 20 + 1])
+        if alive and random.random() < 0.2:
+            region, lends = random.choice(alive)[0], False  # as ``out``
+        else:
+            region, lends = regions.choose(capture)
+            assert region not in [one for one, _ in alive], "a result that is alive is overwritten"
+        regions.order(region, stream, capture)
+        if capture and region < regions.count - 1:
+            graphs.setdefault(capture, set()).add(region)
+        if lends:
+            assert region < regions.count - 1, "copies are made out of the last one"
+            for number, written in graphs.items():
+                assert number == capture or region not in written, "a replay overwrites it"
+            regions.held.add(region)
+            alive.append((region, capture))
+    assert len(regions.captured) < regions.count
 
 
 def test_a_region_is_written_after_all_that_reads_it() -> None:

@@ -390,6 +390,11 @@ def bad_input(me: Member) -> None:
         ("gradient", lambda: ask(gradient="adam")),
         ("batch=", lambda: ask(tables=())),
         ("offsets", lambda: ask(batch=7)),
+        ("whole number", lambda: ask(batch=2.0)),
+        (
+            "whole number",
+            lambda: ask((), indices[:0], offsets[:1], batch=-1, out_dtype=torch.float32),
+        ),
         ("two dimensions", lambda: ask(tables=(table[0],))),
         ("contiguous", lambda: ask(tables=(torch.zeros(4, 5, device=me.device).t(),))),
         ("int32 or int64", lambda: ask(i=indices.float())),
@@ -408,7 +413,11 @@ def bad_input(me: Member) -> None:
         ),
         ("contiguous", lambda: ask(out=torch.zeros(9, 9, device=me.device))),
     ]
-    for said, attempt in wrong:
+    for said, attempt in (*wrong, ("", ask), *wrong):  # also what calls before have in common
+        if attempt is ask:
+            ask()
+            ask()
+            continue
         with pytest.raises(tw.InputError, match=said):
             attempt()
     ask()
@@ -417,10 +426,12 @@ def bad_input(me: Member) -> None:
 def out_of_range_raises(me: Member, odd: int) -> None:
     """In debug mode every rank raises, and the next call works."""
     table = torch.zeros(5, 4, device=me.device)
-    offsets = torch.tensor([0, 1, 2], device=me.device)
+    offsets, kept = torch.tensor([0, 1, 2], device=me.device), []
     for wrong in ([0, 5], [-1, 2]):
         indices = torch.tensor(wrong if me.rank == odd else [0, 1], device=me.device)
         kind = tw.InputError if me.rank == odd else tw.RankMismatchError
         with pytest.raises(kind, match=f"{min(wrong)} to {max(wrong)} in table 0"):
             tw.embedding_bag_all_to_all([table], indices, offsets)
         tw.embedding_bag_all_to_all([table], indices.clamp(0, 4), offsets)
+        kept.append(len(workspace_of(name_of(None), me.device).instance(OP, "sm")._outside))
+    assert kept[0] == kept[1], "calls in debug mode keep what no call finds"

@@ -97,7 +97,8 @@ def summary(folder: Path, pattern: str) -> str:
     for path in paths:
         report = json.loads(path.read_text("utf-8"))
         if "op" in report:  # not of an example
-            found.setdefault(report["op"], {})[path.name] = report
+            name = path.relative_to(folder).as_posix()
+            found.setdefault(report["op"], {})[name] = report
     lines = [
         f"| operator | cases | {' | '.join(SUMMED.values())} |",
         "|" + "---|" * (2 + len(SUMMED)),
@@ -180,11 +181,15 @@ def runs_of(
 
 
 def _last_cases(reports: Mapping[str, Report], block: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The cases of ``block`` by name: of the last report that has each, with the report's name."""
-    in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
+    """The cases of ``block`` by name: of the last report that has each, with the report's name.
+    Of reports of one second the last by name counts, of a case that a report has twice the last."""
+
+    def turn(name: str) -> tuple[str, str]:
+        return reports[name]["environment"]["date"], name.removesuffix(".json")
+
     found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name in in_turn:
-        for case in reports[name]["cases"]:
+    for name in sorted(reports, key=turn, reverse=True):
+        for case in reversed(reports[name]["cases"]):
             if case["block"] == block:
                 found.setdefault(case["name"], (name, case))
     return found

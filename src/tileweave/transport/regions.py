@@ -67,12 +67,15 @@ class Regions:
 
     def order(self, region: int, stream: Any, capture: int = 0) -> None:
         """Order the next work of ``stream``, after which peers may write to ``region``, after all
-        that reads the region now. In a capture: after what the same capture has queued.
+        that reads the region now. In a capture: after what the same capture has queued; a result
+        that the caller passed to be written belongs to the graph from then on.
 
         The order of launches is not enough: it ends with a kernel, and what reads the result of
         that kernel may still run on its stream.
         """
         if capture and self.captured.get(region) != capture:
+            if region in self.held and region not in self.captured:  # given as ``out``
+                self.captured[region], self.streams[region] = capture, stream
             return
         last = self.streams.get(region, stream)
         if last != stream:

@@ -21,6 +21,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # what Python and torch raise for an argument that has another type than they take
 RAISED = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# no type of an argument is the reason for these, most of which are RuntimeErrors
+OF_OTHER_REASONS = (
+    TileweaveError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    torch.distributed.DistError,
+)
 
 
 def checks_types(call: Callable[P, T]) -> Callable[P, T]:
@@ -31,7 +38,7 @@ def checks_types(call: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except TileweaveError:
+        except OF_OTHER_REASONS:
             raise
         except RAISED:
             refuse_types(call, args, kwargs)

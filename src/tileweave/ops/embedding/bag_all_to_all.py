@@ -55,6 +55,7 @@ from tileweave.ops.embedding.bag_all_to_all_fused import (
     OP,
     Prepared,
     prepare,
+    run_fused,
     run_lookup,
     run_prepared,
 )
@@ -384,7 +385,8 @@ def _signature(
     out_dtype: torch.dtype,
 ) -> tuple[object, ...]:
     """What the checks and the plan of a call depend on, and the addresses of its tables."""
-    facts: list[object] = [OP, batch, mean, out_dtype, *layout, offsets.numel()]
+    # numbers that are equal may differ in type: 4.0 is refused
+    facts: list[object] = [OP, type(batch), batch, mean, out_dtype, *layout, offsets.numel()]
     facts.append(unroll_of(indices.numel() / max(len(tables) * batch, 1)))
     for t in tables:
         facts += t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), t.get_device()
@@ -452,9 +454,9 @@ def _forward(
         )
         if chosen.config.nodes > 1:
             return over_nodes.run(call, chosen.config, out, checksum)
-        known = Accepted(columns, chosen.config, checksum)
-        if workspace is not None:
-            workspace.accepted[signature] = known
+        if workspace is None:  # the first call, or debugging: nothing of it is kept
+            return run_fused(*call, chosen.config, out, checksum)
+        known = workspace.accepted[signature] = Accepted(columns, chosen.config, checksum)
         return run_prepared(known.prepared(call), indices, offsets, weights, out, checksum)
     y = run_lookup(
         tables,

@@ -259,6 +259,7 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
     )
     require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
     require(all(t.is_contiguous() for t in lists), strides, "contiguous", "call .contiguous()")
+    _check_batch(batch)
     count = len(tables) * batch + 1
     allowed = f"{count} offsets: {len(tables)} tables x {batch} samples + 1"
     require(offsets.numel() == count, kinds, allowed, "append the end")
@@ -293,6 +294,12 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
         "see tw.EmbeddingLayout.in_rank_order",
     )
     check_out(call, out, size, rank)
+
+
+def _check_batch(batch: int) -> None:
+    fits = isinstance(batch, int) and batch >= 0
+    allowed = "a whole number, 0 or more"
+    require(fits, f"batch {batch!r:.60}", allowed, "pass the number of samples of all ranks")
 
 
 def check_out(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:
@@ -387,6 +394,7 @@ def agree_on_call(call: Call, size: int) -> None:
     tables, indices, offsets, batch = call.tables, call.indices, call.offsets, call.batch
 
     def check() -> None:
+        _check_batch(batch)
         fits = offsets.numel() == len(tables) * batch + 1
         trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
         require(
