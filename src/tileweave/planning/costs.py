@@ -473,6 +473,11 @@ class Costs:
         moved = nbytes * (world - 1) / world * (2.0 if kind == "all_reduce" else 1.0)
         return curve.latency + moved / (curve.fraction(nbytes) * link_rate)
 
+    def pull_fraction(self, ranks: int) -> float:
+        """Of the link rate, by copies that read from peers: nothing keeps two of more than two
+        ranks from reading the same one."""
+        return self.c.copy_fraction if ranks == 2 else self.c.pull_fraction
+
     def stream(self, nbytes: float) -> float:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""
         return self.c.gap + nbytes / (self.c.stream * self.device.memory_rate)

@@ -117,7 +117,7 @@ def _fused(
         slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
         copies = (size - 1) * _SLICE_COPY_SECONDS
         push = w.nbytes / slices / rate + copies
-        pull = w.nbytes / slices / (rate if size == 2 else c.pull_fraction * link_rate) + copies
+        pull = w.nbytes / slices / (costs.pull_fraction(size) * link_rate) + copies
         # own rows are multiplied last: the first slice of them is done when this is left
         left = multiply * (slices - 1) / (size * slices)
         gathered = max(multiply + pull, multiply - left + slices * pull)

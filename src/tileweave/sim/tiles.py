@@ -463,9 +463,8 @@ class _Scatter(Kernel):
             yield before
         for distance in range(1, self.owners.world_size):
             begin = self.env.now
-            nbytes = self._chunk_bytes(chunk)
-            if self.owners.world_size > 2:  # nothing keeps two ranks from reading a third one
-                nbytes *= self.c.copy_fraction / self.c.pull_fraction
+            slower = self.c.copy_fraction / self.costs.pull_fraction(self.owners.world_size)
+            nbytes = self._chunk_bytes(chunk) * slower
             yield self.push(nbytes, [distance], late)
             late = self.c.copy_wait + self.c.copy_queued
             self.note(-1, "pull", distance, begin)
