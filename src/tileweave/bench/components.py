@@ -32,6 +32,7 @@ from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
 from tileweave.bench.subjects import worst
 from tileweave.errors import require
+from tileweave.files import write_text
 from tileweave.launcher import (
     Member,
     default_device_type,
@@ -342,7 +343,7 @@ def main() -> None:
         "components": found,
     }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    write_text(asked.json, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import typer
 from tileweave import OPERATORS
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, need_kernels
-from tileweave.commands.options import Device, World, place
+from tileweave.commands.options import Device, World, finite, place
 from tileweave.errors import InputError, require
 from tileweave.files import short, write_text
 from tileweave.launcher import Member, is_main_process, launch
@@ -38,7 +38,10 @@ def report(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="With GPUs: start no new case after that, per operator.")
+        float,
+        typer.Option(
+            min=1, callback=finite, help="With GPUs: start no new case after that, per operator."
+        ),
     ] = 30.0,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Record a call of each operator.")
