@@ -164,6 +164,37 @@ def test_torchrun_world_of_wrong_size_is_refused(
         launcher.default_world_size("cpu", None)
 
 
+BAD_VARIABLES = [
+    {"WORLD_SIZE": "x"},
+    {"WORLD_SIZE": "0"},
+    {"WORLD_SIZE": "9" * 5000},
+    {"RANK": "2"},
+    {"RANK": "-1"},
+    {"RANK": "\u0661"},
+    {"LOCAL_RANK": "x"},
+    {"LOCAL_RANK": "1"},
+    {"MASTER_PORT": "x"},
+    {"MASTER_PORT": "70000"},
+    {"MASTER_PORT": ""},
+    {"MASTER_ADDR": ""},
+]
+
+
+@pytest.mark.parametrize("change", BAD_VARIABLES, ids=str)
+def test_variables_of_torchrun_that_cannot_be_are_named(
+    change: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, 0, 2)
+    good = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**good, "TRITON_INTERPRET": "1", **change}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "_join", lambda *_: pytest.fail("joined"))
+    with pytest.raises(InputError) as caught:
+        launcher.launch(print, world_size=2, device_type="cpu")
+    said, name = str(caught.value), next(iter(change))
+    assert name in said and "; allowed: " in said and "; remedy: " in said and len(said) < 400
+
+
 def test_other_ranks_of_torchrun_are_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
