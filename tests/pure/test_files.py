@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from tests.support.calls import refusal
 
-from tileweave.bench import measured_page
+from tileweave.bench import components, measured_page
 from tileweave.files import is_there, parse_json, read_text, short, write_text
 from tileweave.planning import cache
 from tileweave.planning.costs import load_calibration
+from tileweave.sim import foresee, packaged
 from tileweave.sim.cells import read_cells
 from tileweave.sim.document import open_document
 from tileweave.sim.machine import make_cluster
@@ -207,3 +208,30 @@ def test_the_page_names_what_results_lack(missing: str, tmp_path: Path) -> None:
 def test_patterns_that_find_nothing_are_named(pattern: str) -> None:
     said = refusal(measured_page.summary, RESULTS, pattern)
     assert "asked: reports " in said and in_three_parts(said), said
+
+
+# --- Modules that are commands ---
+
+ONE = str(RESULTS / "matmul_all_to_all-4xH200-2026-11-27.json")
+COMMANDS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "no results": (foresee.main, ("8", "out.md", "none.json")),
+    "ranks": (foresee.main, ("99", "out.md", ONE)),
+    "out": (foresee.main, ("8", "no/folder/out.md", ONE)),
+    "cells": (packaged.main, ("h200", "none.json")),
+    "repeats": (components.main, ("--json", "x.json", "--repeats", "0")),
+    "seconds": (components.main, ("--json", "x.json", "--seconds", "nan")),
+    "json": (components.main, ("--json", "/dev/null/x.json")),
+    "page": (measured_page.main, ("none",)),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_modules_name_what_they_refuse(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, words = COMMANDS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["command", *words])
+    said = refusal(main)
+    assert said.startswith("InputError") and in_three_parts(said), said
+    assert list(tmp_path.iterdir()) == []
