@@ -233,6 +233,31 @@ def powers(me: Member) -> None:
         assert torch.equal(torch.exp2(torch.log2(finite).round()), finite), kind
 
 
+def turned(me: Member) -> None:
+    """The kernels that quantise and turn, and torch, agree: any number of rows, one scale or one
+    for each column, NaN and infinity."""
+    for rows, cols, dtype in ((5, 48, torch.bfloat16), (130, 144, torch.float16)):
+        x = numbers((rows, cols), torch.float32, rows) * torch.exp2(torch.arange(cols) % 9 - 5.0)
+        x = x.to(dtype)
+        x[:, 1], x[2, 3], x[3, 5], x[4, 7] = 0, float("nan"), float("-inf"), -448.0
+        for whole in (False, True):
+            finite = x.nan_to_num(1.0, 2.0, 3.0) if whole else x
+            data, scale = quantize.quantize_columns(finite, whole)
+            with quantised_by_torch():
+                found = quantize.quantize_columns(finite, whole)
+            want, wide = quantize._in_torch(
+                finite if whole else finite.t(), "tensor" if whole else "row", powers=True
+            )
+            want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
+            for a, b in ((data, scale), found):
+                assert torch.equal(b.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0))
+                assert torch.equal(a.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, whole)
+
+
+def test_columns_are_quantised_in_turned_order(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(turned)
+
+
 def test_scales_are_powers_of_two(worlds: Worlds) -> None:
     worlds("gloo", 1).run(powers)
 

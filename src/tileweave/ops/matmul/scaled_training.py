@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
@@ -49,7 +48,7 @@ from tileweave.ops.matmul import scaled_operators as scaled
 from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
 from tileweave.ops.matmul.inputs import as_rows, check_traced
-from tileweave.ops.matmul.quantize import _in_torch, quantize_rows
+from tileweave.ops.matmul.quantize import quantize_columns, quantize_rows
 from tileweave.ops.matmul.scaled import (
     ALIGN,
     FP8,
@@ -82,8 +81,8 @@ def by_rows(t: torch.Tensor) -> Scaled:
 
 def by_columns(t: torch.Tensor) -> Scaled:
     """t.T with a scale for each of its rows; zeros pad them to a multiple of 16."""
-    more = -t.shape[0] % ALIGN
-    return by_rows(pad(t.t(), (0, more)) if more else t.t())
+    data, scale = quantize_columns(t)
+    return Scaled(data, scale.view(-1, 1), "row")
 
 
 def multiply(
@@ -109,8 +108,7 @@ class Recipe(NamedTuple):
         """w [N, K] as it multiplies gradients of the result: w.T [K, N]."""
         if self.name == ROWWISE:
             return by_columns(w)
-        data, scale = _in_torch(w, "tensor", powers=True)
-        return Scaled(data.t().contiguous(), scale, "tensor")
+        return Scaled(*quantize_columns(w, whole=True), "tensor")
 
     def input_gradient(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """grad [M, N] @ w [N, K]."""
