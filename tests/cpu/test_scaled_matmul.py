@@ -279,7 +279,14 @@ def refusals(me: Member) -> None:
         ((x.bfloat16(), w), {"w_scale": w_scale, "quantize": "col"}, "'row', 'block', 'rowwise'"),
         ((x, w), {}, "pass x_scale"),
         ((x, w.t().contiguous().t()), right, "along K"),
+        ((x, w), right | {"fast_accum": "no"}, "True or False"),
     ]
+    # 16-bit operands: what is asked of FP8 ones is not left out
+    plain = x.bfloat16(), w.bfloat16()
+    asked = {"quantize": "row"}, {"quantize": "block"}, {"fast_accum": True}
+    bad += [(plain, more, "float8_e4m3fn") for more in asked]
+    bad += [(plain, {"quantize": name}, "'rowwise'") for name in ("rowise", 1)]
+    bad += [(plain, {"out_dtype": torch.float16}, "FP8 operands only")]
     for op in (AG, RS, AR):
         for (a, b), more, text in bad:
             with pytest.raises(InputError, match=text):

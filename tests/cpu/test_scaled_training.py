@@ -270,6 +270,7 @@ def refusals(me: Member) -> None:
         ((x, w[:12]), {}, "multiples of 16"),
         ((x, w), {"out_dtype": torch.float16}, "out_dtype"),
         ((x, w), {"w_scale": torch.ones(1)}, "w_scale"),
+        ((x, w), {"fast_accum": "no"}, "True or False"),
         ((x, w), {"out": torch.zeros(4, 16).bfloat16()}, "out="),
     ]
     for op, (given, more, text) in product(OPS, bad):

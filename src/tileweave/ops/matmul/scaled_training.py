@@ -58,7 +58,7 @@ from tileweave.ops.matmul.scaled import (
     ScaledProduct,
     as_sent,
 )
-from tileweave.ops.matmul.scaled_calls import Scaling
+from tileweave.ops.matmul.scaled_calls import Scaling, check_flag
 from tileweave.planning.problem import Plan
 
 AG, RS, AR = scaled.AG, scaled.RS, scaled.AR
@@ -193,6 +193,7 @@ def as_called(
         "one tensor each",
         "make one call for each weight, or concatenate them",
     )
+    check_flag(scaling)
     rows = as_rows(x, w, op)
     require(
         scaling.out_dtype in (None, x.dtype),
@@ -474,7 +475,7 @@ def call(
     size = rank_and_size(name)[1]
     if op == RS:
         scaled.check_rows(x.shape[0], size)
-    y = operator(NAMES[op])(rows, w, bias, name, scaling.quantize, scaling.fast_accum)
+    y = operator(NAMES[op])(rows, w, bias, name, scaling.quantize, bool(scaling.fast_accum))
     if x.dim() == 2:
         return y
     first = {AG: x.shape[0] * size, RS: x.shape[0] // size, AR: x.shape[0]}[op]
@@ -495,5 +496,5 @@ def explain(op: str, x: torch.Tensor, w: Any, bias: Any, scaling: Scaling, group
     rows = as_called(op, x, w, bias, scaling, {})
     if op == RS:
         scaled.check_rows(x.shape[0], rank_and_size(name_of(group))[1])
-    how = Recipe(scaling.quantize or "", scaling.fast_accum)
+    how = Recipe(scaling.quantize or "", bool(scaling.fast_accum))
     return how.plan(op, rows, w, name_of(group))
