@@ -3,8 +3,9 @@ numbers, worked out here without the code under test."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.worlds import Member, Worlds
+from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
 from tileweave.errors import InputError, UnsupportedError
@@ -163,6 +165,83 @@ def every_gradient(me: Member, op: str) -> None:
 @pytest.mark.parametrize(("op", "size"), [(AG, 2), (RS, 2), (AR, 2), (AG, 4), (RS, 4)])
 def test_every_gradient(worlds: Worlds, op: str, size: int) -> None:
     worlds("gloo", size).run(every_gradient, op)
+
+
+def placed(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The numbers of t with other strides, or where no 16 bytes begin."""
+    if how == "turned":
+        return t.t().contiguous().t()
+    if how == "gaps":
+        wide = torch.full((t.shape[0], t.shape[1] + 8), float("nan"), dtype=t.dtype)
+        return wide[:, : t.shape[1]].copy_(t)
+    memory = torch.empty(t.numel() + 3, dtype=t.dtype)[3 if how == "offset" else 0 :]
+    return memory[: t.numel()].view(t.shape).copy_(t)
+
+
+def called(how: str, case: Case, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The result of a case by one of :data:`WAYS`."""
+
+    def call(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return getattr(tw, case.op)(x, w, bias, quantize=case.recipe)
+
+    if how == "compile":
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    if how.startswith("checkpoint"):
+        reentrant = how.endswith("reentrant")
+        return checkpoint(call, *given.values(), use_reentrant=reentrant)
+    if how == "3d":
+        return call(given["x"].reshape(case.rows, 1, -1), given["w"], given["bias"]).flatten(0, 1)
+    return call(*given.values())
+
+
+WAYS = ("plain", "accumulate", "compile", "checkpoint", "checkpoint reentrant", "retain", "3d")
+PLACES = ("plain", "turned", "gaps", "offset")
+
+
+def drawn(me: Member, first: int, count: int) -> None:
+    """Random calls: sizes, strides, dtypes, what needs a gradient, and the ways to call."""
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        op, rows = draw.choice(OPS), draw.choice((1, 2, 3, 5, 7, 16, 17))
+        rows *= me.world_size if op == RS else 1
+        cols, depth = draw.choice((16, 48, 144)), draw.choice((16, 32, 144))
+        dtype = draw.choice((torch.bfloat16, torch.float16))
+        case = Case(op, draw.choice(RECIPES), rows, cols, depth, dtype)
+        needs = draw.choice(("xwb", "x", "w", "b", "xw", "wb", "xb"))
+        how, places = WAYS[seed % len(WAYS)], draw.choices(PLACES, k=3)
+        told = f"seed {seed}: {case}, {how}, {needs}, {places}"
+        given = operands(case, me.rank, seed)
+        for name, place in zip(("x", "w", "bias"), [*places[:2], "plain"], strict=True):
+            given[name] = placed(given[name], place).requires_grad_(name[0] in needs)
+        grad = placed(gradient(case, me.rank, me.world_size, seed), places[2])
+        times = 1
+        with ExitStack() as stack:
+            stack.enter_context(quantised_by_torch())
+            for one in OPS if draw.random() < 0.5 else ():
+                stack.enter_context(choices.forced(one, None))
+            y = called(how, case, given)
+            y.backward(grad, retain_graph=how == "retain")
+            if how in ("accumulate", "retain"):
+                (called(how, case, given) if how == "accumulate" else y).backward(grad)
+                times = 2
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    assert torch.equal(called("plain", case, given), y.detach()), told
+        wanted = expected(case, me.world_size, me.rank, seed)
+        found = [y.detach(), *(t.grad for t in given.values())]
+        for name, got, want in zip("yxwb", found, wanted, strict=True):
+            if name != "y" and name not in needs:
+                assert got is None, f"{told}: gradient of {name}"
+                continue
+            assert got is not None and got.dtype == dtype, f"{told}: {name}"
+            error = apart(got.double() / (1 if name == "y" else times), want, (None,))
+            assert error < 2e-2, f"{told}: {name}, error {error:.1e}"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_calls(worlds: Worlds, size: int) -> None:
+    worlds("gloo", size).run(drawn, 100 * size, 14)
 
 
 def exact(me: Member) -> None:

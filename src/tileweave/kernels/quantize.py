@@ -192,7 +192,7 @@ def maxima_kernel(
     col = place % tiles * TILE_COLS + tl.arange(0, TILE_COLS)
     row = place // tiles * (STEPS * TILE_ROWS) + tl.arange(0, TILE_ROWS)
     most = tl.zeros((TILE_ROWS, TILE_COLS), tl.int32)
-    for step in range(STEPS):
+    for step in tl.static_range(STEPS):  # loads of all steps are queued at once
         at = row + step * TILE_ROWS
         source = x + at.to(tl.int64)[:, None] * cols + col[None, :]
         inside = (at < rows)[:, None] & (col < cols)[None, :]
@@ -245,7 +245,7 @@ def columns_launchers(rows: int, cols: int, pitch: int, whole: bool) -> tuple[La
     pitch : ``rows`` or more.
     whole : one scale for all of x.
     """
-    steps, tile_rows, tile_cols, tile = 8, 32, 128, 128
+    steps, tile_rows, tile_cols, tile = 4, 32, 128, 128
 
     def pack(*tensors: torch.Tensor) -> Call:
         words = tuple(t.data_ptr() for t in tensors)
