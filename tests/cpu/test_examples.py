@@ -130,7 +130,9 @@ def errors_of_a_wrong_layer(me: Member, factor: float) -> dict[str, float]:
     found = fp8.Pair(case, member, 0).errors("bf16", {"a": (column, row), "b": (column, wrong)})
     entry = {"name": "b", "errors": found, "right": False, "times": {}}
     report = {"environment": {}, "graph": False, "world_size": 2, "skipped": []}
+    assert not fp8.show({**report, "device_type": "cuda", "cases": []})
     assert not fp8.show({**report, "device_type": "cuda", "cases": [entry]})
+    assert "Infinity" not in fp8.as_json({"cases": [entry]})
     assert fp8.said(entry).startswith("WRONG: b ")
     return found
 
