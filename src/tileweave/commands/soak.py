@@ -12,8 +12,8 @@ Delays are planted all the time. Faults are planted on request, on one rank whil
 ``starve``  its process gets a small part of its time; on a GPU its device also has other work
 ``kill``    its process is killed; then a new world goes on
 
-A fault is *told* if every other rank gets the right result, or one of our errors in time. After an
-error all ranks close their workspaces and make the move again, until it is right.
+A fault is *told* if every other rank gets the right result, or one of tileweave's errors in time.
+After an error all ranks close their workspaces and make the move again, until it is right.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ _MORE_MEMORY = 0.05  # fraction by which memory may grow after that
 class Wish:
     """What the user asks for.
 
-    calls : moves; 0: as many as the time permits. seconds : of all worlds. shapes : how many shapes
-    are drawn, over all operators. faults : kinds, of :data:`FAULTS`; one of them is planted every
-    ``every`` seconds.
+    calls : how many moves; 0: as many as the time permits.
+    seconds : how long all worlds together may last.
+    shapes : how many shapes are drawn, of all operators together.
+    faults : kinds of faults, see :data:`FAULTS`.
+    every : seconds between two faults.
     """
 
     calls: int
@@ -84,8 +86,11 @@ class Fault:
 
 @dataclass
 class Report:
-    """The counts of a soak over all worlds. ``footprint``: (calls, descriptors, maps, MiB) of rank
-    0, as time goes by, in one world; from ``settled`` calls on it must not grow."""
+    """The counts of a soak over all worlds.
+
+    ``footprint``: (calls, descriptors, maps, MiB) of rank 0 at several times in one world. After
+    ``settled`` calls it must not grow.
+    """
 
     world_size: int
     seed: int
@@ -102,7 +107,7 @@ class Report:
 
     @property
     def growth(self) -> str:
-        """What did not stay flat after the first calls; "": all did."""
+        """Which parts of the footprint grew after the first calls; "" if none did."""
         late = [each for each in self.footprint if each[0] >= self.settled]
         if len(late) < 2:
             return ""
@@ -370,7 +375,7 @@ class Soak:
     # --- What ranks agree on, and what they use ---
 
     def _all(self, mine: bool, any_rank: bool) -> bool:
-        """Whether it holds on all ranks, or on any."""
+        """Whether ``mine`` is true on all ranks, or on any of them."""
         word = torch.tensor([int(mine)])
         kind = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         dist.all_reduce(word, op=kind, group=self.control)
@@ -425,7 +430,7 @@ def _pool(wish: Wish, on_gpu: bool) -> list[tuple[str, Shape]]:
 
 
 def _disturb(kind: str, seconds: float) -> subprocess.Popen[bytes]:
-    """A process that does this to the one that calls, and then ends."""
+    """Start a process that does this to the calling process, and then ends."""
     pid = os.getpid()
     script = {
         "stop": f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}",

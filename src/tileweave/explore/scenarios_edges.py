@@ -1,5 +1,5 @@
-"""Sizes and operands that other scenarios of kernels which send nothing do not have: no positions,
-no columns, a last block that is smaller, addresses at no multiple of 16 bytes."""
+"""Edge cases of kernels that send nothing: no positions, no columns, a last block that is smaller,
+addresses that are no multiple of 16 bytes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def replaced(module: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def lookups(world: World, rank: int, seed: int) -> Found:
-    """Tables of 16-bit numbers, or of which no address is a multiple of 16 bytes. The last group of
-    blocks is smaller, and one bag ends below what 32 bits hold."""
+    """Tables of 16-bit numbers, or tables whose addresses are no multiple of 16 bytes. The last
+    group of blocks is smaller, and one bag ends below the smallest number of 32 bits."""
     from tileweave.kernels.embedding.lookup import launch
 
     dims, batch, dtype = (8, 8), 9, (torch.float16, torch.float32)[seed % 2]
@@ -91,8 +91,8 @@ def sums(world: World, rank: int, seed: int) -> Found:
 
 
 def nothing_to_move(world: World, rank: int, seed: int) -> Found:
-    """Ranks that own no table, and pieces without elements. ``arange`` has no size of 0, also where
-    the interpreter does not come."""
+    """Ranks that own no table, and pieces without elements. Sizes of ``arange`` are 1 or more, also
+    in branches that the interpreter does not run."""
     from tileweave.kernels.embedding import jagged
     from tileweave.ops.embedding.distribute_indices import _layout
 
