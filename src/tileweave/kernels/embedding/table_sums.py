@@ -106,13 +106,17 @@ class Target(NamedTuple):
 class Cut(NamedTuple):
     """Decided when the kernel is compiled.
 
-    BLOCK_D : columns that a program has at once. TILE : positions of a tile.
+    BLOCK_D : columns that a program sums at once.
+
+    TILE : positions of a tile.
 
     KIND : DENSE, SPARSE, SGD or ADAGRAD, by its number.
 
     ALIGN : elements that addresses, columns and dims are multiples of.
 
-    SCALED : whether positions have a factor. STEPS : tiles of a program.
+    SCALED : whether positions have a factor.
+
+    STEPS : tiles of a program.
     """
 
     BLOCK_D: int
@@ -269,12 +273,15 @@ def sum_tile(
 
     A run that goes on after the next tile is *long*: each tile leaves a partial sum of it in a row
     of ``partials`` [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile
-    / 2`` where it opens; where one opens, none opens in the next tile. ``GROUPS`` > 0: tables'
-    gradients come in so many, see ``gradient.py``; this program knows that ``seen`` of them are
-    here, and returns how many then. It waits no more than it must: an acquire empties the L1. Its
-    limit is the longest: the watcher's waits time out before, and it says that groups are here all
-    the same. Sums of groups that did not come in time are NaN, and all sums after them: ``factor``,
-    which is returned, too.
+    / 2`` where it opens; where one opens, none opens in the next tile.
+
+    ``GROUPS`` > 0: gradients of tables come in that many groups, see ``gradient.py``. ``seen``: how
+    many groups this program knows to be here. It waits for a group only if it has to, since an
+    acquire empties the L1. Its limit is the longest one: the watcher's waits time out earlier, and
+    then the watcher says that the groups are here. Sums of groups that did not come in time, and
+    all sums after them, are NaN (``factor``).
+
+    Returns ``seen`` and ``factor`` afterwards.
     """
     TILE: tl.constexpr = C.TILE
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -433,12 +440,13 @@ def sum_runs_kernel(
     DTYPE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of
-    tiles, and apply.
+    """Add the partial sums of the long runs that open in GROUP tiles, in order of tiles, and apply
+    them.
 
-    arrived : after a push, the counter on which the sums before waited; it is set to zero.
+    arrived : after a push, the counter for which the sums waited; it is set to zero.
 
-    COPIED : of so many ranks, copy engines brought what was summed in the call before the epoch's.
+    COPIED : 0, or the number of ranks if copy engines brought what was summed, in the call before
+        that of the epoch.
     """
     TILE: tl.constexpr = C.TILE
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -531,17 +539,19 @@ def sum_rows(
     steps: int = STEPS,
     push: Push | None = None,
 ) -> None:
-    """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched
-    with the sums.
+    """Launch both kernels on the current stream.
 
-    grad : [B, slot width], the result's gradient in columns of this rank's tables. keys, bags
-        (int32), scales : [N], by table row: its number over all tables (``last_key``: out of
-        range), the bag, a
-        factor of its own. factor : of all sums.
-    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate :
-        a word on the device.
-    tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0033).
+    grad : [B, slot width], the result's gradient in columns of this rank's tables.
+    keys : [N], sorted: the number of the table row over all tables; ``last_key``: out of range.
+    bags : [N] int32, the bag of each position.
+    scales : [N], a factor of each position, or None.
+    factor : of all sums.
+    places : [N], with SPARSE the row of the values; else None.
+    meta : see :func:`table_of`.
+    rate : the learning rate, one number on the device.
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
+    tile, steps : positions of a tile, and tiles of a program, as measured (decision 0033).
+    push : the push that fills the slot ``grad``; it is launched with the sums.
     """
     count = keys.numel()
     if not count:
