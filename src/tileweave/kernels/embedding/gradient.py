@@ -14,7 +14,7 @@ of positions each, when their table's group is there:
 
     carriers  | group 0 to r+1, r+2, r+3 | group 1 | ... | group 7 |
     watcher   group 0 of all here? | 1? | ... | 7? | leave
-    sums           | tiles of group 0 | group 1 | ...                    || sum_runs (next kernel)
+    sums           | tiles of group 0 | group 1 | ...                    || sum_runs_kernel
 
 Two transports carry the gradient:
 
@@ -44,7 +44,7 @@ word (int32)       value  written by                             waited for by
                           is READY
 counters[ARRIVED]  g + 1  the watcher: groups up to g of all     sums of tables of group g
                           sources are in this rank's slot
-                   0      ``sum_runs``, after all sums           (the next call begins so)
+                   0      ``sum_runs_kernel``, after all sums    (the next call begins so)
 counters[GATE]     1      the watcher, when all ranks have met   own copy engine, before its first
                                                                  copy
 [pushed] (own)     epoch  own copy engine, after its last copy   the watcher, before gate and
@@ -428,8 +428,8 @@ class Push:
 
     def launch(self, summing: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
         """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for
-        ``summing`` programs; after them ``sum_runs`` has to set the counter ``ARRIVED`` to
-        zero."""
+        ``summing`` programs; after them ``sum_runs_kernel`` has to set the counter
+        ``ARRIVED`` to zero."""
         if self.concurrently is None:
             self._launch(summing, sums, options)
         else:

@@ -6,11 +6,11 @@
                          scales[p] * grad[sample of bags[p], its table's columns]
 
 ``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys
-then make *runs*, and ``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that
-open there, in order, the last one to its end in the next tile, and applies each sum: as a
+then make *runs*, and ``sum_rows_kernel`` has a *tile* for each ``TILE`` positions: it sums the runs
+that open there, in order, the last one to its end in the next tile, and applies each sum: as a
 gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run that goes on after
-the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on
-timing, so the bits are the same each time, also for a row that is looked up a million times.
+the next tile leaves partial sums, which ``sum_runs_kernel`` adds in order of tiles. Nothing depends
+on timing, so the bits are the same each time, also for a row that is looked up a million times.
 
 One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are
 loaded at once, 16 bytes per thread of fp32, and added from registers; keys and bags are scalars of
