@@ -9,8 +9,9 @@ and which kernels of the package were never compiled, so that nothing looked at 
 Tests of absent ranks are left out: they are about time limits, which a sanitizer exceeds.
 
 racecheck knows one pair of accesses that is no race: the word with which Triton tells the warps of
-a Gluon kernel's ``warp_specialize`` what to run, written before a barrier and read after it. So its
-reports count where they are not in a Gluon kernel; the others are listed.
+a Gluon kernel's ``warp_specialize`` what to run, written before a barrier and read after it. It
+also reports kernels of cuBLAS. So its reports count in Triton kernels of the package; the others
+are listed.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Found:
         """Whether the tests ended, and the tool has said so."""
         return bool(self.tests) and self.summaries > 0
 
-    def wrong(self, gluon: set[str]) -> int:
-        """Reports that count."""
+    def wrong(self, triton: set[str]) -> int:
+        """Reports that count. ``triton``: the Triton kernels of the package."""
         if self.run.tool != "racecheck":
             return self.errors
-        return sum(count for kernel, count in self.hazards.items() if kernel not in gluon)
+        return sum(count for kernel, count in self.hazards.items() if kernel in triton)
 
 
 def read(run: Run, output: str) -> Found:
@@ -163,7 +164,7 @@ def main() -> int:
             "remedy: install it, and put its folder bin into PATH"
         )
     known = kernels()
-    gluon = {name for name, kind in known.items() if kind == "gluon"}
+    triton = {name for name, kind in known.items() if kind == "triton"}
     todo, devices = runs(asked.tool or list(TOOLS), asked.suite or list(SUITES)), gpus()
     wrong = done = 0
     with (
@@ -177,7 +178,7 @@ def main() -> int:
         ]
         for each in as_completed(running):
             found, done = each.result(), done + 1
-            counted = found.wrong(gluon)
+            counted = found.wrong(triton)
             wrong += counted + (not found.ended)
             hazards = f"; hazards {dict(found.hazards)}" if found.hazards else ""
             print(
