@@ -30,8 +30,8 @@ def replaced(module: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def lookups(world: World, rank: int, seed: int) -> Found:
-    """Tables of 16-bit numbers, or tables whose addresses are no multiple of 16 bytes. The last
-    group of blocks is smaller, and one bag ends below the smallest number of 32 bits."""
+    """Tables of 16-bit numbers, or of which no address is a multiple of 16 bytes. The last group of
+    blocks is smaller, and one bag ends below what 32 bits hold."""
     from tileweave.kernels.embedding.lookup import launch
 
     dims, batch, dtype = (8, 8), 9, (torch.float16, torch.float32)[seed % 2]

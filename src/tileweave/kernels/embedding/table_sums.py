@@ -539,19 +539,17 @@ def sum_rows(
     steps: int = STEPS,
     push: Push | None = None,
 ) -> None:
-    """Launch both kernels on the current stream.
+    """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched
+    with the sums.
 
-    grad : [B, slot width], the result's gradient in columns of this rank's tables.
-    keys : [N], sorted: the number of the table row over all tables; ``last_key``: out of range.
-    bags : [N] int32, the bag of each position.
-    scales : [N], a factor of each position, or None.
-    factor : of all sums.
-    places : [N], with SPARSE the row of the values; else None.
-    meta : see :func:`table_of`.
-    rate : the learning rate, one number on the device.
+    grad : [B, slot width], the result's gradient in columns of this rank's tables. keys, bags
+        (int32), scales : [N], by table row: its number over all tables (``last_key``: out of
+        range), the bag, a
+        factor of its own. factor : of all sums.
+    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate :
+        a word on the device.
+    tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0033).
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
-    tile, steps : positions of a tile, and tiles of a program, as measured (decision 0033).
-    push : the push that fills the slot ``grad``; it is launched with the sums.
     """
     count = keys.numel()
     if not count:
