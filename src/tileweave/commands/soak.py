@@ -61,9 +61,11 @@ _MORE_MEMORY = 0.05  # fraction by which memory may grow after that
 class Wish:
     """What the user asks for.
 
-    calls : moves; 0: as many as the time permits. seconds : of all worlds. shapes : how many shapes
-    are drawn, over all operators. faults : kinds, of :data:`FAULTS`; one of them is planted every
-    ``every`` seconds.
+    calls : how many moves; 0: as many as the time permits.
+    seconds : how long all worlds together may last.
+    shapes : how many shapes are drawn, of all operators together.
+    faults : kinds of faults, see :data:`FAULTS`.
+    every : seconds between two faults.
     """
 
     calls: int
@@ -89,8 +91,11 @@ class Fault:
 
 @dataclass
 class Report:
-    """The counts of a soak over all worlds. ``footprint``: (calls, descriptors, maps, MiB) of rank
-    0, as time goes by, in one world; from ``settled`` calls on it must not grow."""
+    """The counts of a soak over all worlds.
+
+    ``footprint``: (calls, descriptors, maps, MiB) of rank 0 at several times in one world. After
+    ``settled`` calls it must not grow.
+    """
 
     world_size: int
     seed: int
@@ -107,7 +112,7 @@ class Report:
 
     @property
     def growth(self) -> str:
-        """What did not stay flat after the first calls; "": all did."""
+        """Which parts of the footprint grew after the first calls; "" if none did."""
         late = [each for each in self.footprint if each[0] >= self.settled]
         if len(late) < 2:
             return ""
@@ -389,7 +394,7 @@ class Soak:
     # --- What ranks agree on, and what they use ---
 
     def _all(self, mine: bool, any_rank: bool) -> bool:
-        """Whether it holds on all ranks, or on any."""
+        """Whether ``mine`` is true on all ranks, or on any of them."""
         word = torch.tensor([int(mine)])
         kind = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         dist.all_reduce(word, op=kind, group=self.control)
