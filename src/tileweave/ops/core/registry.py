@@ -467,7 +467,7 @@ def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ.
 
     A signature has the name of the operator at "op". With ``TILEWEAVE_DEBUG=1`` the lines of the
-    program that lead to the call are compared, too: calls of equal shapes in another order.
+    program that lead to the call are compared, too, which tells calls of equal shapes apart.
     """
     if debugging():
         signature = {**signature, "where": _call_site()}

@@ -125,7 +125,8 @@ def _prepare(
     """Check and plan a call, and quantise x where it asks for that. Operands without scales have 16
     or 32 bits.
 
-    others : what is added to the result. results : memory of the caller.
+    others : what is added to the result.
+    results : memory of the caller for the results.
     """
     x, w, w_scale = call.x, call.w, call.w_scale
 
