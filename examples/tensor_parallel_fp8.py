@@ -224,6 +224,12 @@ class Pair:
         y = row(self.case.between(column(self.x, self.w1)), self.w2)
         return torch.autograd.grad(y, (self.x, self.w1, self.w2), self.grad)
 
+    def plans(self, kind: str, fast: bool) -> list[str]:
+        """What runs in forward: of both layers."""
+        more: dict[str, Any] = {} if kind == "bf16" else {"quantize": kind, "fast_accum": fast}
+        calls = ("all_gather_matmul", self.x, self.w1), ("matmul_reduce_scatter", self.h, self.w2)
+        return [str(tw.explain(*call, group=self.member.group, **more)) for call in calls]
+
     def errors(self, kind: str, layers: dict[str, tuple[Layer, Layer]]) -> dict[str, float]:
         """Variant -> the largest error of a result or gradient on any rank. Collective."""
         found: dict[str, list[float]] = {name: [] for name in layers}
@@ -252,8 +258,9 @@ def bench_case(member: Member, case: Case, options: Options, seed: int, steps: S
         true = {name: each for name, each in made.items() if "nothing sent" not in name}
         errors |= pair.errors(kind, true)
     right = all(error <= TOLERANCE[DTYPE] for error in errors.values())
+    plans = {kind: pair.plans(kind, options.fast) for kind in KINDS}
     pair.h = pair.grad1 = pair.x[:0]
-    entry = {"name": case.name, **asdict(case), "errors": errors, "right": right, "times": {}}
+    entry = {**asdict(case), "plans": plans, "errors": errors, "right": right, "times": {}}
     if right:
         timings = measure(
             {name: lambda each=each: pair.step(*each) for name, each in layers.items()},

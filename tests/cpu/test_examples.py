@@ -101,6 +101,7 @@ def test_fp8_training_as_a_benchmark(tmp_path: Path) -> None:
     (case,) = json.loads(path.read_text("utf-8"))["cases"]
     assert len(case["times"]) == 16 and len(case["errors"]) == 13
     assert max(case["errors"].values()) < 1e-2 and "WRONG" not in output
+    assert "FP8" in case["plans"]["rowwise"][0] and len(case["plans"]["bf16"]) == 2
     assert output.count("rowwise_with_gw_hp") >= 1 and WITHOUT_GPUS in output
 
 
