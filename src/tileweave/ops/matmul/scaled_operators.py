@@ -539,7 +539,8 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
     name = NAMES[op]
     options = (call.out_dtype, call.fast_accum, call.quantize)
     args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
-    if call.w_scale is None and (op != AR or call.w.dtype == FP8 or call.x_scale is not None):
+    of_fp8 = call.w.dtype == FP8 or call.x_scale is not None or call.quantize or call.fast_accum
+    if call.w_scale is None and (op != AR or of_fp8):
         _check(call, None)  # what the schema has no place for
     if call.out is None:
         return operator(name)(*args)
