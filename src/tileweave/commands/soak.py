@@ -359,7 +359,7 @@ class Soak:
             draft.write_text(json.dumps(asdict(self.report)))
             draft.rename(self.folder / "report.json")
         if victim == self.member.rank:
-            _helper(f"sleep 0.05; kill -KILL {os.getpid()}")
+            _shell(f"sleep 0.05; kill -KILL {os.getpid()}")
         said, began = "", time.monotonic()
         while not said and time.monotonic() - began < 60.0:
             try:
@@ -448,7 +448,7 @@ def _pool(wish: Wish, on_gpu: bool) -> list[tuple[str, Shape]]:
     return found
 
 
-def _helper(script: str) -> subprocess.Popen[bytes]:
+def _shell(script: str) -> subprocess.Popen[bytes]:
     """A process that does this to the one that calls, and then ends."""
     return subprocess.Popen(["sh", "-c", script])
 
@@ -456,9 +456,9 @@ def _helper(script: str) -> subprocess.Popen[bytes]:
 def _stop_here(seconds: float) -> None:
     """Stop this process; another one makes it go on."""
     pid = os.getpid()
-    helper = _helper(f"sleep {seconds}; kill -CONT {pid}")
+    waker = _shell(f"sleep {seconds}; kill -CONT {pid}")
     os.kill(pid, signal.SIGSTOP)
-    helper.wait()
+    waker.wait()
 
 
 def _starve(seconds: float) -> subprocess.Popen[bytes]:
@@ -470,7 +470,7 @@ def _starve(seconds: float) -> subprocess.Popen[bytes]:
             a = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
             for _ in range(int(seconds * 2000)):
                 a = a @ a
-    return _helper(
+    return _shell(
         f"for i in $(seq {max(int(seconds / 0.06), 1)}); do kill -STOP {pid}; sleep 0.05; "
         f"kill -CONT {pid}; sleep 0.01; done"
     )
