@@ -96,9 +96,8 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
         out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)
 
         def launch() -> None:
-            lookup.launch(
-                meta, tables, columns, indices, offsets, weights, out, BATCH, False, case.config
-            )
+            bags = lookup.Bags(meta, indices, offsets, weights)
+            lookup.launch(bags, tables, columns, out, BATCH, False, case.config)
 
     (compiled,) = compile_all(launch, target)
     return compiled

@@ -32,7 +32,7 @@ def replaced(module: Any, name: str, by: Any) -> Iterator[None]:
 def lookups(world: World, rank: int, seed: int) -> Found:
     """Tables of 16-bit numbers, or of which no address is a multiple of 16 bytes. The last group of
     blocks is smaller, and one bag ends below what 32 bits hold."""
-    from tileweave.kernels.embedding.lookup import launch
+    from tileweave.kernels.embedding.lookup import Bags, launch
 
     dims, batch, dtype = (8, 8), 9, (torch.float16, torch.float32)[seed % 2]
     tables = [whole_numbers((5, dim), "table", t, seed).to(dtype) for t, dim in enumerate(dims)]
@@ -50,7 +50,7 @@ def lookups(world: World, rank: int, seed: int) -> Found:
     out = torch.full((batch, sum(dims)), 7.0)
     config = EmbeddingConfig(4, 1, 1, 1, 1, run=2)
     bags = (indices, offsets, None)
-    launch(torch.tensor(words), tables, (0, 8), *bags, out, batch, False, config)
+    launch(Bags(torch.tensor(words), *bags), tables, (0, 8), out, batch, False, config)
     yield near("out", out, pooled([table.float() for table in tables], bags, batch, False))
 
 

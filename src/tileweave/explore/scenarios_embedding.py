@@ -49,6 +49,7 @@ class EmbeddingBag:
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
+        from tileweave.ops.embedding.call import Call
 
         batch = self.batches[(number + drawn.order) % len(self.batches)]
         seed = (number + drawn.order) % POOL
@@ -61,18 +62,9 @@ class EmbeddingBag:
         for table in tables:
             world.know(rank, "table", table)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
-        got = run_fused(
-            tables,
-            indices,
-            offsets,
-            weights,
-            layout,
-            batch,
-            mean,
-            torch.float32,
-            world.ranks[rank].group,
-            self.config,
-        )
+        group = world.ranks[rank].group
+        call = Call(tables, indices, offsets, weights, layout, batch, mean, torch.float32, group)
+        got = run_fused(call, self.config)
         kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
         held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
         held.append((got, want))

@@ -102,7 +102,7 @@ def pooled(
 
 
 def lookup(world: World, rank: int, seed: int) -> Found:
-    from tileweave.kernels.embedding.lookup import launch
+    from tileweave.kernels.embedding.lookup import Bags, launch
 
     dims, batch, mean = ((8, 16), (4, 24), (5, 3))[seed % 3], 5, seed % 2 == 1
     if seed == 3:  # a multiple of four elements, and not of eight, as rows of fp16 need
@@ -116,7 +116,7 @@ def lookup(world: World, rank: int, seed: int) -> Found:
         world.know(rank, "table", table)
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
     nothing = torch.zeros(1, 0)
-    launch(torch.zeros(4), [], (), *bags, nothing, 1, mean, config)
+    launch(Bags(torch.zeros(4), *bags), [], (), nothing, 1, mean, config)
     apart = int(seed % 3 == 2)  # where all sizes and columns are odd, or no multiple of 4
     columns = (apart, apart + dims[0])
     words = [
@@ -124,7 +124,7 @@ def lookup(world: World, rank: int, seed: int) -> Found:
     ]
     dtype = torch.float16 if seed == 3 else torch.float32
     out = torch.full((batch, apart + sum(dims)), 7.0, dtype=dtype)
-    launch(torch.tensor(words), tables, columns, *bags, out, batch, mean, config)
+    launch(Bags(torch.tensor(words), *bags), tables, columns, out, batch, mean, config)
     yield near("out", out[:, apart:], pooled(tables, bags, batch, mean))
     yield "columns of others", out[:, :apart], torch.full_like(out[:, :apart], 7.0)
 

@@ -176,7 +176,7 @@ class EmbeddingOverNodes(Spanning):
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding import over_nodes
-        from tileweave.ops.embedding.inputs import Call
+        from tileweave.ops.embedding.call import Call
 
         at = number + drawn.order
         batch, seed, size = self.batches[at % len(self.batches)], at % POOL, world.size
@@ -210,7 +210,7 @@ class GradientOverNodes(Spanning):
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding import gradient_over_nodes
-        from tileweave.ops.embedding.inputs import Call
+        from tileweave.ops.embedding.call import Call
         from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
 
         at = number + drawn.order

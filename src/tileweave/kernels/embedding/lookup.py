@@ -258,28 +258,25 @@ def _constants(
 
 
 def launch(
-    meta: torch.Tensor,
-    tables: list[torch.Tensor],
+    bags: Bags,
+    tables: Sequence[torch.Tensor],
     columns: tuple[int, ...],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
     out: torch.Tensor,
     batch: int,
     mean: bool,
     config: EmbeddingConfig,
 ) -> None:
     """Pool bags of all tables into ``out`` [rows, width] on the current stream: the first ``rows``
-    of the ``batch`` bags of each table."""
+    of the ``batch`` bags of each table. ``bags.weights`` may be None."""
     blocks = triton.cdiv(out.shape[0], config.bags)
     if not tables or not blocks:
         return
     made = constants(tables, columns, out.shape[1], out.element_size(), config)
-    bags = Bags(meta, indices, offsets, indices if weights is None else weights)
+    weighted = bags.weights is not None
     embedding_lookup_kernel[(len(tables) * blocks,)](
-        bags,
+        bags if weighted else bags._replace(weights=bags.indices),
         out,
-        indices.numel(),
+        bags.indices.numel(),
         batch,
         out.shape[0],
         len(tables),
@@ -287,6 +284,6 @@ def launch(
         config.run_of(blocks),
         out.shape[1],
         DTYPE=made.dtype,
-        C=made.cut._replace(MEAN=mean, WEIGHTED=weights is not None),
+        C=made.cut._replace(MEAN=mean, WEIGHTED=weighted),
         **made.options,
     )

@@ -18,8 +18,9 @@ from tileweave.ops import reference
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import debugging, define, group_of
 from tileweave.ops.embedding import gradient_over_nodes
-from tileweave.ops.embedding.bag_all_to_all_fused import OP, begin_push, end_push
-from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versions_of
+from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
+from tileweave.ops.embedding.call import OP, Call
+from tileweave.ops.embedding.inputs import agree_on_gradient, plan, versions_of
 from tileweave.ops.embedding.table_gradient import (
     KINDS,
     Lookups,
