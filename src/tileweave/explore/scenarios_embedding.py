@@ -155,7 +155,12 @@ class TableGradient:
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
-        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+        from tileweave.ops.embedding.table_gradient import (
+            Lookups,
+            Update,
+            sort_lookups,
+            table_gradients,
+        )
 
         first_only = self.first_only or (self.in_turn and number % 2 == 1)
         assert self.samples == 1 or not first_only, "one sample belongs to one rank"
@@ -193,17 +198,8 @@ class TableGradient:
             world.know(rank, "table", table)
         if self.alone:
             push.launch_alone()
-        table_gradients(
-            push.slot,
-            tables,
-            lookups,
-            ordered,
-            1.0,
-            "sgd",
-            (),
-            rate,
-            push=None if self.alone else push,
-        )
+        with_sums, update = None if self.alone else push, Update("sgd", rate=rate)
+        table_gradients(push.slot, tables, lookups, ordered, 1.0, update, push=with_sums)
         if self.alone:
             push.end_alone()
         end_push(push, world.ranks[rank].group)

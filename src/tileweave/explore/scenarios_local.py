@@ -131,8 +131,13 @@ def lookup(world: World, rank: int, seed: int) -> Found:
 
 def table_sums(world: World, rank: int, seed: int) -> Found:
     """Runs of 1 to 60 positions, in every kind of step."""
-    from tileweave.kernels.embedding.table_sums import sum_rows
-    from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+    from tileweave.kernels.embedding.table_sums import Numbers, Positions, sum_rows
+    from tileweave.ops.embedding.table_gradient import (
+        Lookups,
+        Update,
+        sort_lookups,
+        table_gradients,
+    )
 
     draw = random.Random(f"runs {seed}")
     kind = ("dense", "sgd", "adagrad", "sparse")[seed % 4]
@@ -162,14 +167,13 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     weights = whole_numbers(chosen.shape, "weights", seed).clone() if seed % 3 == 1 else None
     lookups = Lookups(chosen, offsets, weights, batch, False)
     grad = whole_numbers((batch, sum(dims)), "gradient", rank, seed).clone()
-    numbers, rate, first = _KINDS[kind], torch.tensor([2.0]), [0, 6, 12]
+    rate, first = torch.tensor([2.0]), [0, 6, 12]
     states = [whole_numbers((6,), "state", t, seed).abs() for t in range(2)]
     want = [table.clone() for table in tables]
     moments = [state.clone() for state in states]
     ordered = sort_lookups(tables, lookups, False)
-    made = table_gradients(
-        grad, want, lookups, ordered, 0.5, kind, moments, rate, 1e-3, compiled=False
-    )
+    update = Update(kind, moments, rate, 1e-3)
+    made = table_gradients(grad, want, lookups, ordered, 0.5, update, compiled=False)
     keys = ordered.keys if seed % 2 else ordered.keys.int()
     keys = torch.cat([keys, keys[-1:]])[:-1]  # after them comes what could be one more of the last
     opens = torch.ones_like(keys, dtype=torch.bool)
@@ -193,11 +197,9 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     ]
     bags, scales = ordered.bags.int(), ordered.scales
     aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
-    meta, dtype, widest = torch.tensor(words), tables[0].dtype, max(dims)
-    sum_rows(
-        *(grad, keys, bags, scales, places, meta, rate, 1e-3, 0.5, first[-1], batch),
-        *(dtype, widest, numbers, aligned),
-    )
+    positions = Positions(keys, bags, scales, places, torch.tensor(words), rate=rate)
+    numbers = Numbers(1e-3, keys.numel(), first[-1], batch)
+    sum_rows(grad, positions, numbers, 0.5, tables[0].dtype, max(dims), _KINDS[kind], aligned)
     if kind in ("dense", "sparse"):
         want = [one.to_dense() for one in made]
     if kind == "sparse":

@@ -272,11 +272,12 @@ def launch(
     if not tables or not blocks:
         return
     made = constants(tables, columns, out.shape[1], out.element_size(), config)
-    weighted = bags.weights is not None
+    meta, indices, offsets, weights = bags
+    bags = Bags(meta, indices, offsets, indices if weights is None else weights)
     embedding_lookup_kernel[(len(tables) * blocks,)](
-        bags if weighted else bags._replace(weights=bags.indices),
+        bags,
         out,
-        bags.indices.numel(),
+        indices.numel(),
         batch,
         out.shape[0],
         len(tables),
@@ -284,6 +285,6 @@ def launch(
         config.run_of(blocks),
         out.shape[1],
         DTYPE=made.dtype,
-        C=made.cut._replace(MEAN=mean, WEIGHTED=weighted),
+        C=made.cut._replace(MEAN=mean, WEIGHTED=weights is not None),
         **made.options,
     )
