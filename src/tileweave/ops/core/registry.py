@@ -324,6 +324,9 @@ _triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def workspace_of(name: str, device: torch.device) -> Workspace:
     """The workspace of a group and a device; the first call for a pair is collective."""
+    known = REGISTRY.find(name, device)
+    if known is not None:
+        return known
 
     def make() -> Transport:
         group = group_of(name)

@@ -15,14 +15,10 @@ from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import endpoint, number_of, workspace_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, layout_of, words_of
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import Instance
 
 OP = "dispatch_grouped_matmul"
 ROUTING = "dispatch_grouped_matmul.routing"  # its name in errors
-
-
-def _workspace(group_name: str, device: torch.device) -> Workspace:
-    return REGISTRY.find(group_name, device) or workspace_of(group_name, device)
 
 
 def run_routing(
@@ -36,7 +32,7 @@ def run_routing(
 
     ``num_experts``: of all ranks. ``cut``: None: by size.
     """
-    workspace = _workspace(group_name, topk_ids.device)
+    workspace = workspace_of(group_name, topk_ids.device)
     transport = workspace.transport
     instance = workspace.instance(ROUTING, "sm")
     size, rank = transport.world_size, transport.rank
@@ -103,7 +99,7 @@ def run_fused(
     must agree on in this call. ``w_scale``: of experts of FP8, with packed tokens x [T, pitch], as
     bytes.
     """
-    workspace = _workspace(group_name, x.device)
+    workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
     # the number of tokens may differ between calls
