@@ -143,8 +143,8 @@ class RoutingPlan:
 
     @property
     def everyone(self) -> torch.Tensor:
-        begin = self.words - _padded(self.entries)
         shape = (self.world_size, self.max_tokens, self.topk)
+        begin = layout_of(*shape, self.local_experts)[0][-1]
         return self.table[begin : begin + self.entries].view(shape)
 
 
@@ -166,19 +166,16 @@ def layout_of(
     )
     begins = [0]
     for size in sizes:
-        begins.append(begins[-1] + _padded(size))
+        begins.append(begins[-1] + size + -size % _WORDS)
     return tuple(begins), sizes
 
 
 def words_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -> int:
     """The size of a table in int32 words. It does not depend on nodes, which a compiler does not
     know."""
-    fields = layout_of(world_size, max_tokens, topk, local_experts)[0][-1]
-    return fields + _padded(world_size * max_tokens * topk)
-
-
-def _padded(words: int) -> int:
-    return -(-words // _WORDS) * _WORDS
+    everyone = world_size * max_tokens * topk
+    begin = layout_of(world_size, max_tokens, topk, local_experts)[0][-1]
+    return begin + everyone + -everyone % _WORDS
 
 
 def routing_plan(
