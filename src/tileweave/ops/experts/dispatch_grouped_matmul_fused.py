@@ -1,7 +1,7 @@
-"""The fused calls of dispatch_grouped_matmul: the routing plan, then tokens and tiles.
+"""The fused call of dispatch_grouped_matmul.
 
 What calls of one shape need is kept. ``dispatch_grouped_matmul.py`` checks the arguments and plans;
-tests and the tuner call these functions themselves.
+tests and the tuner call this function themselves.
 """
 
 from __future__ import annotations
@@ -13,71 +13,10 @@ import torch
 
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import endpoint, number_of, workspace_of
-from tileweave.ops.experts.routing_plan import RoutingPlan, layout_of, words_of
-from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
-from tileweave.transport.workspace import Instance
+from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.planning.schedules.grouped import DispatchConfig
 
 OP = "dispatch_grouped_matmul"
-ROUTING = "dispatch_grouped_matmul.routing"  # its name in errors
-
-
-def run_routing(
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    max_tokens: int,
-    group_name: str,
-    cut: RoutingCut | None = None,
-) -> RoutingPlan:
-    """The plan of topk_ids [T, k], contiguous; all ranks take part.
-
-    ``num_experts``: of all ranks. ``cut``: None: by size.
-    """
-    workspace = workspace_of(group_name, topk_ids.device)
-    transport = workspace.transport
-    instance = workspace.instance(ROUTING, "sm")
-    size, rank = transport.world_size, transport.rank
-    (tokens, topk), experts = topk_ids.shape, num_experts // size
-    key = (max_tokens, topk, experts, cut)
-    found: Any = instance.cache.get(key)
-    if found is None:
-        found = _routing_launcher(instance, transport.machine.num_sms, rank, size, *key)
-        instance.keep(key, found)
-    launcher, words = found
-    table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
-    # a hash of integers: the same in every process
-    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))
-    try:
-        launcher(topk_ids, table, tokens)
-    finally:
-        instance.launched()
-    return RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size, group_name)
-
-
-def _routing_launcher(
-    instance: Instance,
-    num_sms: int,
-    rank: int,
-    size: int,
-    max_tokens: int,
-    topk: int,
-    experts: int,
-    cut: RoutingCut | None,
-) -> tuple[Callable[..., None], int]:
-    """The launcher of calls of one shape, and the number of words of a table."""
-    from tileweave.kernels.experts.routing import launcher
-
-    cut = cut or routing_cut(size, max_tokens, topk)
-    # the histogram is in the instance's counters, which have no other use here and are not cleared
-    histogram = (
-        0
-        if cut.launches == 1
-        else cut.units(size, max_tokens, topk, num_sms) * (1 << (experts - 1).bit_length())
-    )
-    instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
-    begins, _ = layout_of(size, max_tokens, topk, experts)
-    peers = endpoint(instance, torch.int32)
-    words = words_of(size, max_tokens, topk, experts)
-    return launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), words
 
 
 def run_fused(
