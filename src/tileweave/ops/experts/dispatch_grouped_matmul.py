@@ -45,7 +45,6 @@ from tileweave.ops.core.registry import (
     contiguous,
     debugging,
     group_of,
-    interpreting,
     log_fallback,
     name_of,
     rank_and_size,
@@ -58,13 +57,12 @@ from tileweave.ops.experts.gradients import gradient_of_experts
 from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.experts.kept_tokens import new_kept, receive, rows_of
 from tileweave.ops.experts.route_tokens import make_plan
-from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, problem_of, routing_plan
+from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, plan_grouped, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
 from tileweave.ops.matmul.scaled_calls import Scaling
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
-from tileweave.planning.topology import Topology
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
@@ -295,12 +293,6 @@ def check_inputs(
         refuse_alias((out,), (x, experts, plan.table))
 
 
-def plan_call(experts: torch.Tensor, plan: RoutingPlan, ranks: Topology) -> Plan[DispatchConfig]:
-    """The plan of this call, the same on every rank."""
-    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
-    return plan_dispatch(*sizes, interpreting())
-
-
 def _forward(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -323,7 +315,8 @@ def _forward(
         check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
     else:
         check_inputs(x, experts, routed, out)
-    chosen = plan_call(experts, routed, topology_of(group_of(group_name), x.device))
+    ranks = topology_of(group_of(group_name), x.device)
+    chosen = plan_grouped(plan_dispatch, routed, experts, ranks)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
     if chosen.config is not None and chosen.config.nodes > 1:
         kept = new_kept(x, routed, keep)
@@ -414,7 +407,8 @@ def _backward(
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    config = plan_call(experts, routed, known_topology_of(group_name)).config
+    ranks = known_topology_of(group_name)
+    config = plan_grouped(plan_dispatch, routed, experts, ranks).config
     tokens, near = x, routed
     if config is not None and config.nodes > 1:
         tokens, kept, near = over_nodes.kept_tokens(x, kept, routed, config.nodes)
@@ -443,9 +437,7 @@ def _sum_over_rows(
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
-    ranks = known_topology_of(group_name)
-    sizes = problem_of(routed, turned.shape[1], turned.shape[2], turned, ranks)
-    chosen = plan_combine(*sizes, interpreting())
+    chosen = plan_grouped(plan_combine, routed, turned, known_topology_of(group_name))
     if chosen.config is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
@@ -500,7 +492,7 @@ def explain(
         plan = RoutingPlan(
             x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *rank_and_size(name)
         )
-    return plan_call(experts, plan, known_topology_of(name))
+    return plan_grouped(plan_dispatch, plan, experts, known_topology_of(name))
 
 
 def warmup(

@@ -17,7 +17,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import group_of, interpreting, machine_of
 from tileweave.ops.experts import over_nodes
-from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, problem_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, plan_grouped
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
 
 
@@ -37,8 +37,7 @@ def combine_gradients(
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
     ranks = known_topology_of(group_name)
-    sizes = problem_of(plan, experts.shape[2], experts.shape[1], y, ranks)
-    config = plan_dispatch(*sizes, interpreting()).config
+    config = plan_grouped(plan_dispatch, plan, experts.transpose(1, 2), ranks).config
     if config is not None and config.nodes > 1:
         op, needs = "gradient of grouped_matmul_combine", int(need_weights)
         with over_nodes.arriving(op, grad, experts, plan, needs) as (tokens, near):

@@ -36,7 +36,7 @@ def run_fused(
 
     workspace = workspace_of(group_name, y.device)
     transport = workspace.transport
-    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
+    shape = shape_of(plan, experts)
     instance = workspace.instance(OP, "sm")
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
     called = (OP, y.dtype, out.dtype, weights is None)
