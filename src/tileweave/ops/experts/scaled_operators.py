@@ -336,11 +336,7 @@ def call(op: str, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tens
 
 def _define(name: str, arguments: str, forward: Any, fake: Any) -> None:
     define(f"{name}({arguments}) -> Tensor", forward, fake)
-
-    def checked(*args: Any, **kwargs: Any) -> None:
-        fake(*args, **kwargs)
-
-    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, checked)
+    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, fake)
 
 
 def define_dispatch() -> None:

@@ -566,11 +566,7 @@ def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any
         " str out_dtype, bool fast_accum, str quantize"
     )
     define(f"{name}({arguments}) -> {results}", forward, fake)
-
-    def checked(*args: Any, **kwargs: Any) -> None:
-        fake(*args, **kwargs)
-
-    define(f"{name}.out({arguments}, *, {outs}) -> ()", forward, checked)
+    define(f"{name}.out({arguments}, *, {outs}) -> ()", forward, fake)
 
 
 def define_gather() -> None:
