@@ -449,14 +449,7 @@ def _sum_over_rows(
 
 
 def _like(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    kept: torch.Tensor,
-    experts: torch.Tensor,
-    table: torch.Tensor,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
+    _grad: torch.Tensor, x: torch.Tensor, _kept: torch.Tensor, experts: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), experts.new_empty(experts.shape)
 

@@ -349,13 +349,10 @@ def _forward(
 def _fake(
     y: torch.Tensor,
     experts: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
+    _table: torch.Tensor,
+    _weights: torch.Tensor | None,
     tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    *,
+    *_: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return y.new_empty(tokens, experts.shape[1])
@@ -384,16 +381,9 @@ def _backward(
 
 
 def _like(
-    grad: torch.Tensor,
-    y: torch.Tensor,
-    experts: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
-    tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
+    grad: torch.Tensor, y: torch.Tensor, experts: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, _, tokens, _, topk, _ = rest
     of_weights = grad.new_empty(tokens, topk, dtype=torch.float32)
     return torch.empty_like(y), experts.new_empty(experts.shape), of_weights
 
