@@ -417,16 +417,7 @@ def _backward(
     else:
         from tileweave.kernels.experts.rows import gather_rows
 
-        rows = gather_rows(
-            tokens,
-            kept,
-            near.fields,
-            near.local_experts,
-            near.max_tokens,
-            topk,
-            near.rank,
-            near.world_size,
-        )
+        rows = gather_rows(tokens, kept, near.fields, *near.sizes)
     return dx, gradient_of_experts(grad, rows, routed.offsets)
 
 

@@ -45,10 +45,10 @@ def run_fused(
     key = (experts.shape, experts.stride(), x.dtype, y.dtype, plan.max_tokens, plan.topk, config)
     found: Any = instance.cache.get(key)
     if found is None:
-        instance.reserve(
-            max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1) * x.element_size(),
-            _counters(),
-        )
+        from tileweave.kernels.experts.dispatch_triton import COUNTERS
+
+        elements = max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1)
+        instance.reserve(elements * x.element_size(), COUNTERS)
         launcher: Callable[..., torch.Tensor | None] = _launcher(config)(
             endpoint(instance, x.dtype),
             config,
@@ -75,12 +75,6 @@ def run_fused(
     finally:
         instance.launched()
     return peers, rows
-
-
-def _counters() -> int:
-    from tileweave.kernels.experts.dispatch_triton import COUNTERS
-
-    return COUNTERS
 
 
 def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tensor | None]]:

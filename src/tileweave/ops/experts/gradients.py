@@ -109,8 +109,7 @@ def _gradient_of_rows(
         grad, experts.transpose(1, 2), plan, g, plan.group_name, config, needs=int(need_weights)
     )
     if rows is None and keep:  # before the next call writes over them
-        sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *plan.sizes)
     weighted = torch.empty_like(y) if keep and everyone is not None else None
     dots = expert_rows.weigh_rows(g, y, everyone, weighted, plan.fields, plan.local_experts)
     return g, y if weighted is None else weighted, dots, g if rows is None else rows

@@ -110,6 +110,11 @@ class RoutingPlan:
         return words_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
 
     @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """What kernels over rows take after the fields."""
+        return self.local_experts, self.max_tokens, self.topk, self.rank, self.world_size
+
+    @property
     def fields(self) -> tuple[torch.Tensor, ...]:
         """The fields in the order of the table, flat."""
         begins, sizes = layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)

@@ -185,10 +185,8 @@ def _rows(tokens: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.
         return rows_of(tokens, kept, plan)
     from tileweave.kernels.experts.rows import gather_rows
 
-    wide = (plan.fields, plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-    # in words of 4 bytes
-    rows = gather_rows(tokens.view(torch.int32), kept.view(torch.int32), *wide)
-    return rows.view(torch.uint8)
+    words = tokens.view(torch.int32), kept.view(torch.int32)  # of 4 bytes
+    return gather_rows(*words, plan.fields, *plan.sizes).view(torch.uint8)
 
 
 def _fake_dispatch(
