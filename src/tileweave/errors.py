@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,6 +15,19 @@ class TileweaveError(Exception):
 
 class InputError(TileweaveError, ValueError):
     """A tensor, group or option does not fit the operator. Raised before anything is sent."""
+
+    def __str__(self) -> str:
+        """The message, without the middle of very long words."""
+        # not done by a constructor, since Dynamo would have to trace that
+        return _LONG_WORD.sub(_shortened, super().__str__())
+
+
+_LONG_WORD = re.compile(r"\S{401,}")  # of what was asked: no message repeats all of it
+
+
+def _shortened(word: re.Match[str]) -> str:
+    text = word[0]
+    return f"{text[:200]}...({len(text)} characters)...{text[-50:]}"
 
 
 class RankMismatchError(InputError):

@@ -34,6 +34,7 @@ from tileweave.transport.workspace import kernels_allowed, timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
 MAX_RANKS = 8
+MOST_RANKS = 1 << 20  # that torchrun may have started
 _GRACE_SECONDS = 5.0
 _TEARDOWN_SECONDS = 30.0
 _CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
@@ -151,12 +152,29 @@ def under_torchrun() -> bool:
 
 def given_world_size() -> int | None:
     """How many ranks ``torchrun`` has started; None without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    return _variable("WORLD_SIZE", 1, MOST_RANKS) if under_torchrun() else None
 
 
 def is_main_process() -> bool:
     """Whether this process prints: False on all ranks of torchrun but rank 0."""
-    return not under_torchrun() or int(os.environ["RANK"]) == 0
+    return not under_torchrun() or _rank_given() == 0
+
+
+def _rank_given() -> int:
+    return _variable("RANK", 0, _variable("WORLD_SIZE", 1, MOST_RANKS) - 1)
+
+
+def _variable(name: str, least: int, most: int) -> int:
+    """The number in a variable of torchrun."""
+    text = os.environ.get(name, "")
+    good = text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most
+    require(
+        good,
+        f"{name}={text!r:.60}" if text else f"a rank of torchrun without {name}",
+        f"a number from {least} to {most}",
+        "start with torchrun, which sets it; or unset RANK and WORLD_SIZE to start ranks here",
+    )
+    return int(text)
 
 
 def launch(
@@ -416,8 +434,16 @@ def _run_in_given_world(
                 "remedy: set TRITON_INTERPRET=1 in the environment of torchrun"
             )
         os.environ["TRITON_INTERPRET"] = "1"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    member = _join(device_type, rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), None)
+    rank, world_size = _rank_given(), _variable("WORLD_SIZE", 1, MOST_RANKS)
+    index = _variable("LOCAL_RANK", 0, rank) if "LOCAL_RANK" in os.environ else rank
+    _variable("MASTER_PORT", 1, 65535)
+    require(
+        bool(os.environ.get("MASTER_ADDR")),
+        "a rank of torchrun without MASTER_ADDR",
+        "the address of rank 0",
+        "start with torchrun, which sets it; or unset RANK and WORLD_SIZE to start ranks here",
+    )
+    member = _join(device_type, rank, world_size, index, None)
     value = function(member, *args)
     member.barrier()
     dist.destroy_process_group()

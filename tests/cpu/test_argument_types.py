@@ -103,6 +103,35 @@ def test_wrong_types_are_refused(worlds: Worlds) -> None:
         assert -1 < at[0] < at[1] < at[2], text
 
 
+def wrong_here_only(me: Member) -> None:
+    """A list of biases for one weight, which lists of weights have; more ranks than can be."""
+    x, w = torch.ones(4, 16), torch.ones(8, 16)
+    for bias in ([], [torch.ones(8)], range(3)):
+        said = refusal(tw.all_gather_matmul, x, w, bias)
+        assert "with one w; allowed: a tensor or None" in said, said
+        tw.close()
+    tables = [tw.TableSpec("a", 8, 8)]
+    assert "at most 65536 ranks" in refusal(tw.plan_sharding, tables, 10**30)
+
+
+def test_lists_for_one_weight_are_refused(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(wrong_here_only)
+
+
+def quantized_without_numbers(me: Member) -> None:
+    for kind, scale in (("row", (4, 1)), ("block", (4, 0))):
+        data, scales = tw.quantize(torch.empty(4, 0), kind)
+        assert data.shape == (4, 0) and scales.shape == scale
+    for kind, scale in (("tensor", (1,)), ("row", (4, 1)), ("block", (4, 2))):
+        data, scales = tw.quantize(torch.empty(4, 200, device="meta"), kind)
+        assert data.is_meta and data.shape == (4, 200) and scales.shape == scale
+        assert data.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+
+
+def test_meta_and_empty_tensors_are_quantized(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(quantized_without_numbers)
+
+
 def one_rank_only(me: Member) -> str:
     """Rank 1 passes a number for the bias, is refused, and calls again; rank 0 does not know."""
     x, w = torch.ones(4, 16), torch.ones(8, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -55,7 +56,14 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         mutate(pattern="no such file", show=False)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"key": 1}', b"\xff", b"[" * 5000])
+OTHERS = [{}, {"line": "3"}, {"tried": 1.5}, {"outcome": "lost"}, {"how": None}, {"more": 1}]
+JUDGED = {"key": "a", "kind": "wait", "line": 3, "outcome": "found", "how": "", "tried": 3}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"\xff", b"[" * 5000, *(json.dumps(JUDGED | one).encode() for one in OTHERS)],
+)
 def test_files_of_others_are_refused(content: bytes, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(content)

@@ -29,7 +29,7 @@ OTHER_FOLDERS = ("tests", "examples")  # their files are short, too
 # other. `__init__` is the public interface of the package: layers above it may write `import
 # tileweave`.
 LAYERS = (
-    ("errors", "planning"),
+    ("errors", "files", "planning"),
     ("transport", "device", "sim"),
     ("kernels",),
     ("ops",),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -33,6 +34,7 @@ from tileweave.bench.report import notes_of, tables_of, why_nothing  # noqa: E40
 from tileweave.commands import app as cli  # noqa: E402
 from tileweave.commands import stress  # noqa: E402
 from tileweave.commands.check import note_on  # noqa: E402
+from tileweave.explore import fuzz as explorer  # noqa: E402
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OTHERS = [
@@ -162,6 +164,37 @@ def test_torchrun_world_of_wrong_size_is_refused(
         InputError, match=f"world size {size} on cpu; allowed: 2 to 8 .*have torchrun start another"
     ):
         launcher.default_world_size("cpu", None)
+
+
+BAD_VARIABLES = [
+    {"WORLD_SIZE": "x"},
+    {"WORLD_SIZE": "0"},
+    {"WORLD_SIZE": "9" * 5000},
+    {"RANK": "2"},
+    {"RANK": "-1"},
+    {"RANK": "\u0661"},
+    {"LOCAL_RANK": "x"},
+    {"LOCAL_RANK": "1"},
+    {"MASTER_PORT": "x"},
+    {"MASTER_PORT": "70000"},
+    {"MASTER_PORT": ""},
+    {"MASTER_ADDR": ""},
+]
+
+
+@pytest.mark.parametrize("change", BAD_VARIABLES, ids=str)
+def test_variables_of_torchrun_that_cannot_be_are_named(
+    change: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, 0, 2)
+    good = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**good, "TRITON_INTERPRET": "1", **change}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "_join", lambda *_: pytest.fail("joined"))
+    with pytest.raises(InputError) as caught:
+        launcher.launch(print, world_size=2, device_type="cpu")
+    said, name = str(caught.value), next(iter(change))
+    assert name in said and "; allowed: " in said and "; remedy: " in said and len(said) < 400
 
 
 def test_other_ranks_of_torchrun_are_silent(
@@ -421,3 +454,22 @@ def test_stress_reports_which_paths_ran(monkeypatch: pytest.MonkeyPatch) -> None
         code, said, _ = given(outcome, monkeypatch, "check", "--stress", "--device", "cpu")
         assert code == 0 and f"matmul_all_reduce: 5 on rank 0, by {path}" in said
         assert ("every path taken is unfused" in said) is noted
+
+
+# --- fuzz ---
+
+
+def test_counts_do_not_replace_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the counts of an exploration replace those of a moment before."""
+
+    def counts(*_: object, keep: Callable[[explorer.Report], None]) -> explorer.Report:
+        keep(explorer.Report(steps=3))
+        return explorer.Report(story="a violation")
+
+    monkeypatch.setattr(explorer, "fuzz", counts)
+    (tmp_path / "link.json").symlink_to("/dev/null")
+    for name in ("counts.json", "link.json"):
+        done = runner.invoke(cli.app, ["fuzz", "--json", str(tmp_path / name)])
+        assert done.exit_code == 1 and "a violation" in done.output, done.exception
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "counts.json").read_text("utf-8"))["first_seed"] == 0

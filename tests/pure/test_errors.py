@@ -142,3 +142,11 @@ def test_unknown_operators_are_refused() -> None:
 def test_warmup_refuses_negative_sizes() -> None:
     with pytest.raises(tw.InputError, match="-1"):
         tw.warmup("all_gather_matmul", 4, -1, 8, device="cpu")
+
+
+def test_long_words_are_not_repeated_whole() -> None:
+    error = tw.RankMismatchError(f"asked: group {'x' * 100_000}; allowed: one; remedy: pass it")
+    assert str(error).endswith("; allowed: one; remedy: pass it") and len(str(error)) < 400
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    path = "/".join(["folder"] * 50)  # 349 characters
+    assert path in str(tw.InputError(f"asked: {path}"))

@@ -158,11 +158,42 @@ def test_calibrations_and_tables_of_other_kinds_are_named(tmp_path: Path) -> Non
     for change in ("x", float("nan"), -1.0, [1.0]):
         coefficients = {**good["coefficients"], "gap": change}  # type: ignore[dict-item]
         path.write_text(json.dumps({**good, "coefficients": coefficients}), "utf-8")
-        with pytest.raises(InputError, match="calibration with gap of another kind"):
+        with pytest.raises(InputError, match=r"calibration with gap = .*allowed: a number from 0"):
             load_calibration(str(path))
         load_calibration.cache_clear()
     path.write_text("[" * 100_000, "utf-8")
     with pytest.raises(InputError, match="asked: calibration"):
+        load_calibration(str(path))
+    curves = good["coefficients"]["nccl"]  # type: ignore[index]
+    for name, change in (
+        ("matmul_flops", 0),
+        ("matmul_norm", 0.5),
+        ("stream", 1e30),
+        ("gap", True),
+    ):
+        coefficients = {**good["coefficients"], name: change}  # type: ignore[dict-item]
+        path.write_text(json.dumps({**good, "coefficients": coefficients}), "utf-8")
+        with pytest.raises(InputError, match=f"calibration with {name} = .*allowed: a number from"):
+            load_calibration(str(path))
+    for change in (
+        {"kind": []},
+        {"kind": "gather"},
+        {"world": 1},
+        {"world": 2.0},
+        {"latency": None},
+        {"latency": -1},
+        {"knots": []},
+        {"knots": [2.0, 1.0]},
+        {"fractions": [0.5]},
+        {"more": 1},
+    ):
+        coefficients = {**good["coefficients"], "nccl": [*curves[1:], {**curves[0], **change}]}  # type: ignore[dict-item]
+        path.write_text(json.dumps({**good, "coefficients": coefficients}), "utf-8")
+        with pytest.raises(InputError, match=r"calibration with nccl = .*allowed: curves of"):
+            load_calibration(str(path))
+    coefficients = {**good["coefficients"], "nccl": curves[:2]}  # type: ignore[dict-item]
+    path.write_text(json.dumps({**good, "coefficients": coefficients}), "utf-8")
+    with pytest.raises(InputError, match="allowed: curves of all_gather, all_reduce, all_to_all"):
         load_calibration(str(path))
     with pytest.raises(InputError, match="table mine"):
         read_entries("[" * 100_000, "mine")

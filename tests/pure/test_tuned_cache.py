@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,10 @@ BROKEN = {
     "nodes": change((*SHAPE, "nodes"), 3),
     "one node": change((*SHAPE, "nodes"), 1),
     "dtype": change((*SHAPE, "dtype"), "int8"),
+    "dtype list": change((*SHAPE, "dtype"), []),
+    "no sms": change(("key", "num_sms"), 0),
+    "format true": change(("format",), True),
+    "a name twice": change(("format",), 1)[:-1] + ', "format": 1}',
     "op": change(("measured", 0, "op"), 3),
     "no times": change((*SHAPE, "us"), []),
     "us": change((*SHAPE, "us", 1), float("nan")),
@@ -169,3 +174,30 @@ def test_writers_at_the_same_time_keep_each_others_results() -> None:
         writer.join(60)
         assert writer.exitcode == 0
     assert len(cache.read(cache.path_of(KEY), KEY)[1]) == 32
+
+
+def test_folders_that_cannot_be_used_are_named(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_folder / "file").write_text("x")
+    for name in ("file", "file/inside", "x" * 300):
+        monkeypatch.setenv("TILEWEAVE_CACHE", str(own_folder / name))
+        for use in (cache.files, cache.clear, lambda: cache.merge(KEY, [tuned(64)])):
+            with pytest.raises(InputError, match=r"asked: to keep .*remedy: set TILEWEAVE_CACHE"):
+                use()
+
+
+def test_what_is_no_file_of_the_cache_is_named(own_folder: Path) -> None:
+    (own_folder / "a.json").mkdir()
+    with pytest.raises(InputError, match=r"asked: to remove .*a\.json"):
+        cache.clear()
+    lock = cache.path_of(KEY).with_suffix(".lock")
+    os.mkfifo(lock)  # opening it to write would wait for a reader
+    with pytest.raises(InputError, match="asked: to keep tuned results"):
+        cache.merge(KEY, [tuned(64)])
+    lock.unlink()
+    other = own_folder / "other"
+    other.write_text("precious")
+    lock.symlink_to(other)
+    cache.merge(KEY, [tuned(64)])
+    assert other.read_text() == "precious"

@@ -30,12 +30,15 @@ import tileweave as tw
 from tileweave.bench.component_cells import GROUPS, Component, components, smoke
 from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
+from tileweave.bench.prerequisites import file_for
 from tileweave.bench.subjects import worst
 from tileweave.errors import require
+from tileweave.files import write_text
 from tileweave.launcher import (
     Member,
     default_device_type,
     default_world_size,
+    end_with,
     is_main_process,
     launch,
     under_torchrun,
@@ -310,6 +313,13 @@ def main() -> None:
         f"of {', '.join(GROUPS)}",
         "name some, by commas",
     )
+    require(
+        asked.repeats >= 1 and 1.0 <= asked.seconds <= 1e6,
+        f"--repeats {asked.repeats}, --seconds {asked.seconds}",
+        "1 or more, and 1 to 1e6",
+        "pass such numbers",
+    )
+    file_for(asked.json)
     kind = default_device_type()
     most = default_world_size(kind, None)
     worlds = [most] if under_torchrun() else [size for size in (2, 4) if size <= most]
@@ -341,9 +351,8 @@ def main() -> None:
         "machine": {"world_size": max(worlds), **environment()},
         "components": found,
     }
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    write_text(asked.json, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    end_with(main)

@@ -13,19 +13,20 @@ fit, as docs/performance.md has it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tileweave as tw
 from tileweave.bench.report import BLOCKS
 from tileweave.bench.samples import samples_of
-from tileweave.errors import require
+from tileweave.errors import InputError, require
+from tileweave.files import short
 from tileweave.launcher import end_with
 from tileweave.profile.metrics import geometric_mean
+from tileweave.sim.results import ALLOWED, REMEDY, read_report
 
 MACHINE = "4xH200"
 RATIOS = {
@@ -56,6 +57,8 @@ SUMMED = {
     "limit_ratio": "of the bound",
 }
 Report = dict[str, Any]
+_PATTERN = "a pattern of names such as 'quick-*-4xH200-2026-11-26.json'"
+_PLACE = ("devices", "device", "torch", "triton", "nccl", "date")
 
 
 def markdown(folder: Path, machine: str = MACHINE) -> str:
@@ -90,13 +93,13 @@ def summary(folder: Path, pattern: str) -> str:
     InputError
         No report fits.
     """
-    paths = sorted(folder.rglob(pattern))
-    allowed = "a pattern of names such as 'quick-*-4xH200-2026-11-26.json'"
-    require(bool(paths), f"reports {pattern} in {folder}", allowed, "pass another pattern")
+    paths = _found(folder, pattern)
+    require(bool(paths), f"reports {pattern} in {folder}", _PATTERN, "pass another pattern")
     found: dict[str, dict[str, Report]] = {}
     for path in paths:
-        report = json.loads(path.read_text("utf-8"))
+        report = read_report(path)
         if "op" in report:  # not of an example
+            _require_all(report, path)
             name = path.relative_to(folder).as_posix()
             found.setdefault(report["op"], {})[name] = report
     lines = [
@@ -111,6 +114,38 @@ def summary(folder: Path, pattern: str) -> str:
                 figures = " | ".join(_mean_and_worst(name, cases) for name in SUMMED)
                 lines.append(f"| `{op}`, {title}{wrong} | {len(cases)} | {figures} |")
     return "\n".join([*lines, ""])
+
+
+def _found(folder: Path, pattern: str) -> list[Path]:
+    """The files in ``folder`` whose names fit ``pattern``."""
+    try:
+        return sorted(path for path in folder.rglob(pattern) if path.is_file())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise InputError(
+            f"asked: reports {short(pattern)} in {short(folder)} ({short(error)}); "
+            f"allowed: {_PATTERN}; remedy: pass another pattern or folder"
+        ) from None
+
+
+def _require_all(
+    report: Report, path: Path, of_case: Sequence[str] = (), of_timing: Sequence[str] = ()
+) -> None:
+    """Refuse a report without what the page shows of all."""
+    cases = report.get("cases", [{}])
+    timings = [timing for case in cases for timing in case.get("times", {}).values()]
+    needed = (
+        ("environment.", [report.get("environment", {})], _PLACE if of_case else ("date",)),
+        ("", cases, ("block", "name", "right", *of_case)),
+        ("", timings, of_timing),
+    )
+    missing = [
+        f"{at}{name}"
+        for at, several, names in needed
+        for name in names
+        if any(each.get(name) is None for each in several)
+    ]
+    said = f"results in {short(path)} without {', '.join(missing)}"
+    require(not missing, said, ALLOWED, REMEDY)
 
 
 def _mean_and_worst(name: str, cases: list[dict[str, Any]]) -> str:
@@ -165,10 +200,10 @@ def runs_of(
 ) -> Iterator[tuple[str, dict[str, Report], list[dict[str, Any]]]]:
     """For each block of cases that some run has: the block, the runs by name, the last one first,
     and each case of the last run that had it. Both are empty if no run had one of the cases."""
-    paths = folder.rglob(f"{op}-{machine}-*.json")
-    reports = {
-        path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths
-    }
+    paths = _found(folder, f"{op}-{machine}-*.json")
+    reports = {path.relative_to(folder).as_posix(): read_report(path) for path in paths}
+    for name, report in reports.items():
+        _require_all(report, folder / name, ("times",), ("repeats_us",))
     for block in TITLES:
         found = _last_cases(reports, block)
         wanted = [case.name for case in samples_of(op).cases if case.block == block]
@@ -198,7 +233,7 @@ def _last_cases(reports: Mapping[str, Report], block: str) -> dict[str, tuple[st
 def _table(cases: list[dict[str, Any]]) -> Iterator[str]:
     subjects = list(dict.fromkeys(name for case in cases for name in case["times"]))
     ratios = [name for name in RATIOS if any(_value(case.get(name)) is not None for case in cases)]
-    sized = "rows" in cases[0]
+    sized = all({"rows", "cols", "depth"} <= set(case) for case in cases)
     heads = ["case", *(["M, N, K"] if sized else []), *subjects, *(RATIOS[name] for name in ratios)]
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)

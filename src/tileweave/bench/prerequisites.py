@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tileweave.errors import InputError, require
+from tileweave.files import writing
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -32,6 +33,8 @@ def file_for(path: Path | None) -> Path | None:
     """A file that can be written; its folder is made."""
     if path is not None:
         folder_for(path.parent)
+        with writing(path):  # a name that is too long
+            path.exists()
         require(not path.is_dir(), f"to write {path}, a folder", "a file", "name a file in it")
         writable = not path.exists() or os.access(path, os.W_OK)
         require(writable, f"to write {path}", "a file that may be written", "name another")
@@ -43,9 +46,10 @@ def folder_for(path: Path | None) -> Path | None:
     if path is not None:
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"asked: to write into {path} ({error.strerror}); allowed: a folder that exists or "
+                f"asked: to write into {path} ({why}); allowed: a folder that exists or "
                 "can be made; remedy: name another"
             ) from None
         require(

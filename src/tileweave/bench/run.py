@@ -31,6 +31,7 @@ from tileweave.bench.rivals import CORUN, GEMM, OURS, RIVALS, TORCHS, UNFUSED
 from tileweave.bench.samples import Benched, samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.bench.summary import summary_of
+from tileweave.files import write_text
 from tileweave.launcher import Member
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
@@ -279,7 +280,7 @@ def rank_0_says(member: Member, mine: bool) -> bool:
 def _write(report: dict[str, Any], path: str) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(_without_nan(report), indent=1, allow_nan=False) + "\n", "utf-8")
+    write_text(target, json.dumps(_without_nan(report), indent=1, allow_nan=False) + "\n")
 
 
 def _without_nan(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from tileweave import OPERATORS, __version__
 from tileweave.bench.prerequisites import file_for, folder_for, need, need_kernels, picture_for
 from tileweave.errors import InputError, require
+from tileweave.files import write_text, writing
 from tileweave.launcher import (
     RankFailure,
     default_device_type,
@@ -22,7 +23,15 @@ try:
 
     from tileweave.bench.console import console
     from tileweave.commands.explore import fuzz, mutate
-    from tileweave.commands.options import Device, World, place
+    from tileweave.commands.options import (
+        MOST_DRAWN,
+        MOST_SEED,
+        MOST_SIZE,
+        Device,
+        World,
+        finite,
+        place,
+    )
     from tileweave.commands.report import report
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
@@ -183,7 +192,8 @@ def check(
         bool, typer.Option("--soak", help="Random calls of random shapes, each checked in fp64.")
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="How long (--soak; default: 10).")
+        float | None,
+        typer.Option(min=0.01, callback=finite, help="How long (--soak; default: 10)."),
     ] = None,
     faults: Annotated[
         str | None, typer.Option(help="stop, starve, kill: what is done to a rank (--soak).")
@@ -192,10 +202,14 @@ def check(
         int | None, typer.Option(min=1, help="How many shapes are drawn (--soak; default: 500).")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of random calls (--stress, --soak; default: 1).")
+        int | None,
+        typer.Option(
+            min=0, max=MOST_SEED, help="Seed of random calls (--stress, --soak; default: 1)."
+        ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")
+        float | None,
+        typer.Option(min=1, callback=finite, help="Stop after this long (--stress; default: 900)."),
     ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the report here (--stress, --soak).")
@@ -262,9 +276,12 @@ def bench(
         str | None, typer.Option(help="Only cases whose name this regular expression finds.")
     ] = None,
     random: Annotated[
-        int, typer.Option(min=0, help="So many random cases instead, with a summary at the end.")
+        int,
+        typer.Option(
+            min=0, max=MOST_DRAWN, help="So many random cases instead, with a summary at the end."
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random cases.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the random cases.")] = 0,
     rivals: Annotated[
         str | None,
         typer.Option(help="Comma-separated; default: all, or with --random what is compared."),
@@ -274,7 +291,10 @@ def bench(
         typer.Option(min=1, help="Timed repeats of each function (default: 7; 3 with --random)."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Start no new case after that many seconds per operator.")
+        float,
+        typer.Option(
+            min=1, callback=finite, help="Start no new case after that many seconds per operator."
+        ),
     ] = 900.0,
     json: Annotated[
         Path | None,
@@ -362,7 +382,8 @@ def bench(
         for line in notes_of(report):
             screen.print(line, markup=False)
         if plot is not None:
-            benched.plot(report, plot)
+            with writing(plot):
+                benched.plot(report, plot)
             screen.print(f"picture: {plot}", markup=False)
         nothing = why_nothing(report)
         if nothing:
@@ -396,9 +417,9 @@ def tune(
         typer.Option(help="A file: lines of M N K, or a JSON list of them, of the whole problem."),
     ] = None,
     random: Annotated[
-        int, typer.Option(min=0, help="So many random shapes, as bench draws them.")
+        int, typer.Option(min=0, max=MOST_DRAWN, help="So many random shapes, as bench draws them.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random shapes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the random shapes.")] = 0,
     model: Annotated[
         str | None, typer.Option(help="The layers of a model, such as llama3-70b.")
     ] = None,
@@ -409,8 +430,12 @@ def tune(
         str | None,
         typer.Option(help="M, separated by commas, for --model or with --cols and --depth."),
     ] = None,
-    cols: Annotated[int | None, typer.Option(min=1, help="N of the whole problem.")] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="K of the whole problem.")] = None,
+    cols: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SIZE, help="N of the whole problem.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SIZE, help="K of the whole problem.")
+    ] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
     scales: Annotated[
         str | None,
@@ -418,7 +443,8 @@ def tune(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each candidate.")] = 5,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Start no new shape after that many seconds.")
+        float,
+        typer.Option(min=1, callback=finite, help="Start no new shape after that many seconds."),
     ] = 1800.0,
     json: Annotated[Path | None, typer.Option(help="Write what was found here, too.")] = None,
     world: World = None,
@@ -480,7 +506,7 @@ def tune(
     for line in tuning.notes_on(outcome):
         screen.print(line, markup=False, soft_wrap=True)
     if json is not None:
-        json.write_text(dumps(tuning.as_json(outcome), indent=1) + "\n")
+        write_text(json, dumps(tuning.as_json(outcome), indent=1) + "\n")
     if not outcome.rows:
         screen.print("[bold red]nothing was tuned: no time for any shape")
         raise typer.Exit(1)
@@ -497,13 +523,17 @@ def trace(
     ] = FIRST,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="M of the whole problem; tokens or samples per rank."),
+        typer.Option(
+            min=1, max=MOST_SIZE, help="M of the whole problem; tokens or samples per rank."
+        ),
     ] = None,
     cols: Annotated[
-        int | None, typer.Option(min=1, help="N of the whole problem; tables per rank.")
+        int | None,
+        typer.Option(min=1, max=MOST_SIZE, help="N of the whole problem; tables per rank."),
     ] = None,
     depth: Annotated[
-        int | None, typer.Option(min=1, help="K of the whole problem; columns of a table.")
+        int | None,
+        typer.Option(min=1, max=MOST_SIZE, help="K of the whole problem; columns of a table."),
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
     out: Annotated[

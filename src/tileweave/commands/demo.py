@@ -24,6 +24,7 @@ from tileweave.bench.console import Steps
 from tileweave.bench.run import short
 from tileweave.bench.samples import DemoCase, samples_of
 from tileweave.bench.subjects import TOLERANCE, Shape, poisoned, worst, worst_of
+from tileweave.files import write_text
 from tileweave.launcher import Member
 from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording, gather
@@ -224,7 +225,7 @@ def write_traces(traces: Sequence[Trace], folder: Path) -> list[Path]:
     written = []
     for number, trace in enumerate(traces):
         written.append(folder / f"trace{number}.json")
-        written[-1].write_text(json.dumps(chrome(trace)) + "\n", "utf-8")
+        write_text(written[-1], json.dumps(chrome(trace)) + "\n")
     return written
 
 

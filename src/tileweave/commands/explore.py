@@ -10,6 +10,8 @@ import typer
 
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for
+from tileweave.commands.options import MOST_SEED, finite
+from tileweave.files import write_text, writing
 
 
 def fuzz(
@@ -24,12 +26,15 @@ def fuzz(
     ] = "",
     first: Annotated[
         int,
-        typer.Option(min=0, help="First seed: other seeds explore other interleavings."),
+        typer.Option(
+            min=0, max=MOST_SEED, help="First seed: other seeds explore other interleavings."
+        ),
     ] = 0,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Stop after this long (0: when all is done).")
+        float,
+        typer.Option(min=0, callback=finite, help="Stop after this long (0: when all is done)."),
     ] = 0.0,
-    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Processes (0: one per core).")] = 0,
     replay: Annotated[
         str, typer.Option(help="Run this one seed again, and print what happens.")
     ] = "",
@@ -59,9 +64,14 @@ def fuzz(
 
     def keep(report: explorer.Report) -> None:
         if json is not None:
+            text = dumps({**said, **report.as_json()}, indent=1) + "\n"
+            if json.exists() and not json.is_file():  # a device must not be replaced by a file
+                write_text(json, text)
+                return
             new = json.with_name(f"{json.name}.new")
-            new.write_text(dumps({**said, **report.as_json()}, indent=1) + "\n", "utf-8")
-            new.replace(json)
+            with writing(json):
+                new.write_text(text, "utf-8")
+                new.replace(json)
 
     report = explorer.fuzz(
         runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds, keep=keep
@@ -90,12 +100,15 @@ def mutate(
         Path | None,
         typer.Option(help="Only mutants whose name is a line of this file.", exists=True),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the sample.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Most CPU time of one mutant.")] = 3.0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Draws the sample.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Most CPU time of one mutant.")
+    ] = 3.0,
     most: Annotated[
-        float, typer.Option(min=0, help="End after this long (0: when all are done).")
+        float,
+        typer.Option(min=0, callback=finite, help="End after this long (0: when all are done)."),
     ] = 0.0,
-    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Processes (0: one per core).")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every result here.")] = None,
     log: Annotated[
         Path | None,
@@ -121,7 +134,7 @@ def mutate(
         sample, only, seed, workers or cpu_count() or 1, seconds, most, log=log, names=names
     )
     if json is not None:
-        json.write_text(dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")
+        write_text(json, dumps({"environment": environment(), **report.as_json()}, indent=1) + "\n")
     for one in report.judged:
         if one.outcome in ("survived", "unreached"):
             what = f"survives {one.tried} runs" if one.tried else one.how or "is reached by no run"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tileweave.files import write_text
 from tileweave.planning.costs import Calibration
 from tileweave.sim import public
 from tileweave.sim.public import BARS, Errors, Judged
@@ -39,7 +40,7 @@ def audit(
         from tileweave.sim.plot_public import plot_public
 
         lines = _markdown(judged, summaries)
-        (out / "simulator-public.md").write_text("\n".join(lines) + "\n", "utf-8")
+        write_text(out / "simulator-public.md", "\n".join(lines) + "\n")
         picture = plot_public(judged, out / "simulator-public.png")
         screen.print(f"wrote {picture} and simulator-public.md", markup=False)
     return judged

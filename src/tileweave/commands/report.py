@@ -6,8 +6,9 @@ The page needs no network and no script: styles, pictures and traces are in it.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +18,12 @@ import typer
 from tileweave import OPERATORS
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, need_kernels
-from tileweave.commands.options import Device, World, place
+from tileweave.commands.options import Device, World, finite, place
 from tileweave.errors import InputError, require
+from tileweave.files import short, write_text
 from tileweave.launcher import Member, is_main_process, launch
 from tileweave.profile.trace import Trace
+from tileweave.sim.results import read_report, why_not
 
 _ALLOWED = "files that `tileweave bench OPERATOR --json FILE` wrote, or folders of them"
 
@@ -35,7 +38,10 @@ def report(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="With GPUs: start no new case after that, per operator.")
+        float,
+        typer.Option(
+            min=1, callback=finite, help="With GPUs: start no new case after that, per operator."
+        ),
     ] = 30.0,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Record a call of each operator.")
@@ -84,7 +90,7 @@ def report(
         recorded or [],
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    out.write_text(page(contents), "utf-8")
+    write_text(out, page(contents))
     console().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
@@ -120,43 +126,36 @@ def traces_of(member: Member, kind: str) -> list[Trace]:
 
 def _read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The results in files and folders."""
-    files: list[Path] = []
+    shown = []
     for path in paths:
-        require(path.exists(), f"results in {path}, which is not there", _ALLOWED, "check the path")
-        found = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        if not os.path.isdir(path):
+            shown.append(_report_in(path))
+            continue
+        found = sorted(path.rglob("*.json"))
         require(
             bool(found), f"results in {path}, which has no .json file", _ALLOWED, "name another"
         )
-        # a folder may have other files, too
-        files += [each for each in found if not path.is_dir() or _parsed(each) is not None]
-    shown = []
-    for path in files:
-        read = _parsed(path)
-        require(read is not None, f"results in {path}", _ALLOWED, "name another file")
-        shown.append(read)
+        for each in found:
+            with suppress(InputError):  # a folder may have other files, too
+                shown.append(_report_in(each))
     require(not paths or bool(shown), "results in folders without any", _ALLOWED, "name another")
     return shown
 
 
-def _parsed(path: Path) -> dict[str, Any] | None:
-    """The report in a file; None if it has none."""
-    try:
-        read = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError, RecursionError):
-        return None
-    return read if is_report(read) else None
+def _report_in(path: Path) -> dict[str, Any]:
+    read = read_report(path)
+    require(is_report(read), f"results in {short(path)}", _ALLOWED, "name another file")
+    return read
 
 
 def is_report(read: Any) -> bool:
-    """Whether ``read`` has the form of what ``tileweave bench --json`` writes."""
-    try:
-        return read["op"] in OPERATORS and all(
-            isinstance(case["name"], str)
-            and all(
-                isinstance(timing["median_us"], int | float) or timing["median_us"] is None
-                for timing in case["times"].values()
-            )
-            for case in read["cases"]
+    """Whether ``read`` has what the page shows of results of ``tileweave bench --json``."""
+    return (
+        not why_not(read)
+        and read.get("op") in OPERATORS
+        and all(
+            {"name", "times"} <= set(case)
+            and all("median_us" in timing for timing in case["times"].values())
+            for case in read.get("cases", [{}])
         )
-    except (TypeError, KeyError, AttributeError, InputError):
-        return False
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from rich.console import Console
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, folder_for, need
 from tileweave.errors import InputError, require
+from tileweave.files import write_text
 
 try:
     from tileweave.commands.public_audit import audit
@@ -364,7 +366,7 @@ def replay(
     """Simulate Chakra traces: computation as recorded, collectives and messages by this model."""
     for path in traces:
         require(
-            path.is_file(),
+            os.path.isfile(path),
             f"trace {path}",
             "files that exist, one per rank",
             "name .et files, such as DIR/*.et",
@@ -489,7 +491,7 @@ def trust_command(
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        (out / "simulator-trust.md").write_text("\n".join(lines) + "\n", "utf-8")
+        write_text(out / "simulator-trust.md", "\n".join(lines) + "\n")
         screen.print(
             f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md",
             markup=False,
@@ -508,7 +510,7 @@ def calibrate(
         merge_runs(_measured(cells, REFERENCE))[0],
         progress=lambda text: screen.print(text, markup=False),
     )
-    to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
+    write_text(to, json.dumps(used.as_dict(), indent=1) + "\n")
     screen.print(f"wrote {to}", markup=False)
 
 
@@ -569,11 +571,11 @@ def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
     folders = [
         path
         for folder in cells
-        if folder.is_dir()
+        if os.path.isdir(folder)
         for path in sorted(folder.glob("*.json"))
         if holds_cells(path)
     ]
-    found = [path for path in cells if not path.is_dir()] + folders
+    found = [path for path in cells if not os.path.isdir(path)] + folders
     if not found:
         raise InputError(
             "asked: measured cells; allowed: results files; "

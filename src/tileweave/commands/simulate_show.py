@@ -23,6 +23,7 @@ from rich.progress import (
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import folder_for
 from tileweave.errors import InputError
+from tileweave.files import write_text
 from tileweave.planning.costs import Calibration, Costs
 from tileweave.sim import advise as advice
 from tileweave.sim import astra, chakra, perfetto, report, training
@@ -141,7 +142,7 @@ def _write(
         "phases": {mode: timeline.phases() for mode, timeline in result.timelines.items()},
     }
     path = out / f"{name}.json"
-    path.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    write_text(path, json.dumps(numbers, indent=1) + "\n")
     yield path
     yield perfetto.write(
         perfetto.timeline_events(result.timelines["fused"]), out / f"{name}.trace.json"

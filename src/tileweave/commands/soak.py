@@ -42,6 +42,7 @@ from tileweave.bench.environment import environment
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, Shape, poisoned
 from tileweave.errors import InputError, TileweaveError, require
+from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, RankFailure, launch
 
 FAULTS = ("stop", "starve", "kill")
@@ -549,5 +550,5 @@ def print_report(report: Report, screen: Any, file: Path | None) -> bool:
     screen.print(str(report), markup=False, soft_wrap=True)
     if file is not None:
         text = json.dumps({"environment": environment(), **asdict(report)}, indent=1)
-        file.write_text(text + "\n")
+        write_text(file, text + "\n")
     return report.right

@@ -36,6 +36,7 @@ from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, Operands, Shape, Subject, poisoned, worst
 from tileweave.commands.check import note_on
+from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, launch
 from tileweave.ops.core.registry import name_of
 from tileweave.transport.protocol import EPOCH
@@ -417,7 +418,7 @@ def run_and_print(
         screen.print(line)
     if file is not None:
         text = json.dumps({"environment": environment(), **asdict(outcome)}, indent=1)
-        file.write_text(text + "\n")
+        write_text(file, text + "\n")
     if not outcome.moves:
         screen.print("[bold red]nothing was checked: time ran out before the first call")
     return outcome.right and outcome.moves > 0

@@ -32,13 +32,14 @@ from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from tileweave.bench.console import Steps
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.explore import mutants as trees
 from tileweave.explore.fuzz import COSTS, STRATEGIES, pool
 from tileweave.explore.mutants import SOURCE, Mutant, Place
+from tileweave.files import is_there, parse_json, read_text, short, writing
 
 RUNS = 64  # interleavings of one mutant at most
 # CPU time of one mutant at most, of interleavings, and again of cases with absent ranks
@@ -496,31 +497,41 @@ def _explained(judged: Judged, known: list[tuple[re.Pattern[str], str]]) -> Judg
 
 
 def _logged(log: Path | None) -> list[Judged]:
-    if log is None or not log.exists():
+    if log is None or not is_there(log):
         return []
-    try:
-        return [Judged(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"asked: --log {log}, which has other lines ({error}); allowed: a file that this "
-            "command wrote, or none; remedy: pass another name"
-        ) from None
+    allowed, remedy = "a file that this command wrote, or none", "pass another name"
+    found = []
+    for number, line in enumerate(read_text(log, "--log", allowed, remedy).splitlines(), 1):
+        where = f"--log {short(log)}, line {number}"
+        fields = parse_json(line, where, allowed, remedy)
+        require(_is_judged(fields), f"{where}: {short(line)}", allowed, remedy)
+        found.append(Judged(**fields))
+    return found
+
+
+def _is_judged(fields: Any) -> bool:
+    """Whether ``fields`` are those of :class:`Judged`, with their types."""
+    kinds = get_type_hints(Judged)
+    return (
+        isinstance(fields, dict)
+        and fields.keys() == kinds.keys()
+        and all(
+            type(fields[name]) in ((int, float) if kind is float else (kind,))
+            for name, kind in kinds.items()
+        )
+        and fields["outcome"] in ("found", "explained", "survived", "unreached")
+    )
 
 
 def _named(there: list[Mutant], names: Path) -> list[Mutant]:
     """The mutants whose keys are lines of a file."""
-    try:
-        wanted = set(names.read_text("utf-8").splitlines())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"asked: --names {names}, which cannot be read ({error}); allowed: a file of names, "
-            "one a line; remedy: write it from the results of --json or --log"
-        ) from None
+    remedy = "write it from the results of --json or --log"
+    wanted = set(read_text(names, "--names", "a file of names, one a line", remedy).splitlines())
     chosen = [mutant for mutant in there if mutant.key in wanted]
     unknown = sorted(wanted - {mutant.key for mutant in chosen})
     require(
         not unknown,
-        f"--names {names}, with {', '.join(map(repr, unknown[:3]))}",
+        f"--names {names}, with {short(', '.join(map(repr, unknown[:3])))}",
         "names of mutants, one a line",
         "take them from the results of --json or --log",
     )
@@ -586,7 +597,7 @@ def mutate(
             while (judged := _received(receive)) is not None:
                 report.judged.append(judged)
                 if log is not None:
-                    with log.open("a") as lines:
+                    with writing(log), log.open("a") as lines:
                         lines.write(json.dumps(judged._asdict()) + "\n")
                 spent, done = time.monotonic() - began, len(report.judged) - before
                 if done % every == 0 or done == len(chosen):

@@ -24,12 +24,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tileweave.errors import InputError
+from tileweave.files import is_there, parse_json, read_text, short, writing
 from tileweave.planning.measurements import Measurement, read_measurements, write_measurements
 from tileweave.planning.problem import Problem
 
 FORMAT = 1
 _LOCK_SECONDS = 20.0
 _CLEAR = "tileweave tune --clear, then tune again"
+_WHAT, _ALLOWED = "the tuned results in", "a file as tileweave tune writes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +96,11 @@ def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Mea
     where : the name of the text in errors.
     key : the key that the text must have; None: any.
     """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _broken(where, f"which is not JSON ({error})") from None
+    data = parse_json(text, f"{_WHAT} {where}", _ALLOWED, _CLEAR)
     if not isinstance(data, dict) or set(data) != {"format", "key", "measured"}:
         raise _broken(where, "without format, key and measured")
-    if data["format"] != FORMAT:
-        raise _broken(where, f"of format {data['format']!r}, not {FORMAT}")
+    if type(data["format"]) is not int or data["format"] != FORMAT:
+        raise _broken(where, f"of format {short(repr(data['format']), 60)}, not {FORMAT}")
     found = _key(data["key"], where)
     if key is not None and found != key:
         raise _broken(where, f"of {found}, not of {key}")
@@ -121,10 +120,7 @@ def parse(text: str, where: str, key: Key | None = None) -> tuple[Key, tuple[Mea
 
 
 def _broken(where: str, what: str) -> InputError:
-    return InputError(
-        f"asked: the tuned results in {where}, {what}; allowed: a file as tileweave tune writes "
-        f"it; remedy: {_CLEAR}"
-    )
+    return InputError(f"asked: {_WHAT} {where}, {what}; allowed: {_ALLOWED}; remedy: {_CLEAR}")
 
 
 def _key(raw: object, where: str) -> Key:
@@ -133,8 +129,8 @@ def _key(raw: object, where: str) -> Key:
         raise _broken(where, f"whose key is not of {', '.join(sorted(names))}")
     for name, value in raw.items():
         number = name in ("num_sms", "world_size")
-        if type(value) is not (int if number else str):
-            raise _broken(where, f"with {name} = {value!r}")
+        if type(value) is not (int if number else str) or (number and int(value) < 1):
+            raise _broken(where, f"with {name} = {short(repr(value), 60)}")
     return Key(**raw)
 
 
@@ -143,25 +139,34 @@ def _key(raw: object, where: str) -> Key:
 
 def read(path: Path, key: Key | None = None) -> tuple[Key | None, tuple[Measurement, ...]]:
     """The key and the results in a file; None and () if there is no file."""
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
+    if not is_there(path):
         return None, ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _broken(str(path), f"which cannot be read ({error})") from None
-    return parse(text, str(path), key)
+    return parse(read_text(path, _WHAT, _ALLOWED, _CLEAR), short(path), key)
 
 
 def files() -> list[Path]:
     """All files of the cache, of any key."""
-    return sorted(folder().glob("*.json"))
+    here = folder()
+    try:
+        names = os.listdir(here)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise _unusable(here, error) from None
+    return sorted(here / name for name in names if name.endswith(".json"))
 
 
 def clear() -> list[Path]:
     """Remove all files, broken ones too. Returns what was removed."""
     found = files()
     for path in found:
-        path.unlink(missing_ok=True)  # not its lock, which a writer may hold
+        try:
+            path.unlink(missing_ok=True)  # not its lock, which a writer may hold
+        except OSError as error:
+            raise InputError(
+                f"asked: to remove {short(path)} ({error.strerror}); allowed: a file in a folder "
+                "that may be written; remedy: remove it in another way"
+            ) from None
     return found
 
 
@@ -187,16 +192,25 @@ def merged(*several: Iterable[Measurement]) -> list[Measurement]:
 
 def _replace(path: Path, text: str) -> None:
     """Write ``text`` so that readers find the old file or the new one, whole."""
-    number, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with writing(path):
+        number, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _unusable(here: Path, error: OSError | ValueError) -> InputError:
+    why = getattr(error, "strerror", None) or error
+    return InputError(
+        f"asked: to keep tuned results in {short(here)} ({why}); allowed: a folder that may be "
+        "read and written; remedy: set TILEWEAVE_CACHE to one"
+    )
 
 
 @contextmanager
@@ -206,19 +220,19 @@ def _locked(path: Path) -> Iterator[None]:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError as error:
-        raise InputError(
-            f"asked: to keep tuned results in {path.parent} ({error.strerror}); allowed: a folder "
-            "that may be written; remedy: set TILEWEAVE_CACHE to one"
-        ) from None
-    with lock:
+        # an error, and no wait, where it is a pipe without a reader
+        lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    except (OSError, ValueError) as error:
+        raise _unusable(path.parent, error) from None
+    try:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except OSError as error:
+                if not isinstance(error, BlockingIOError):  # a file system without locks
+                    raise _unusable(path.parent, error) from None
                 if time.monotonic() > deadline:
                     raise InputError(
                         f"asked: to write {path}, which another process locks for more than "
@@ -227,3 +241,5 @@ def _locked(path: Path) -> Iterator[None]:
                     ) from None
                 time.sleep(0.05)
         yield
+    finally:
+        os.close(lock)

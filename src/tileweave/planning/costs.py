@@ -20,10 +20,12 @@ from bisect import bisect
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from tileweave.errors import InputError, require
+from tileweave.errors import require
+from tileweave.files import read_json, short
 from tileweave.planning.machine import Machine
 from tileweave.planning.schedules.gather import cdiv
 
@@ -289,52 +291,90 @@ def load_calibration(path: str | None = None) -> Calibration:
     require(
         got == names,
         f"calibration with coefficients missing {sorted(names - got)} "
-        f"and unknown {sorted(got - names)}",
+        f"and unknown {short(sorted(got - names))}",
         "exactly the fields of planning.costs.Coefficients",
-        "make it again: tileweave simulate calibrate",
+        _REMEDY,
     )
     coefficients = dict(data["coefficients"])
-    try:
-        curves = tuple(
-            Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
-            for one in coefficients.pop("nccl")
+    curves = _curves(coefficients.pop("nccl"))
+    for name, value in coefficients.items():
+        low, high = _range_of(name)
+        require(
+            _is_number(value, low, high),
+            f"calibration with {name} = {short(repr(value), 60)}",
+            f"a number from {low:g} to {high:g}",
+            _REMEDY,
         )
-    except (TypeError, LookupError):
-        curves = ()
-    bad = [name for name, value in coefficients.items() if not _is_number(value)]
-    require(
-        bool(curves) and not bad,
-        f"calibration with {', '.join(bad) or 'nccl'} of another kind",
-        "numbers from 0, and curves of nccl",
-        "make it again: tileweave simulate calibrate",
-    )
     found = Coefficients(nccl=curves, **coefficients)
     return Calibration(
         data["name"], data["about"], found, tuple(data["fitted_on"]), data["not_fitted"]
     )
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0.0 <= value < math.inf  # type: ignore[operator]
+_REMEDY = "make it again: tileweave simulate calibrate"
+_COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
+# What times are divided by; rates are in bytes/s. Others are seconds, or fractions from 0.
+_NORMS, _RATES = ("matmul_norm", "pooled_norm"), ("matmul_feed", "matmul_stream", "fused_feed")
+_DIVISORS = ("flops", "memory", "sustained", "limit", "unaligned", "rate", "fraction", "one")
+_DIVISORS += ("stream", "permute", "attention")
+
+
+def _range_of(name: str) -> tuple[float, float]:
+    """The values that a coefficient may have: none that makes a time endless, or overflow."""
+    if name in _NORMS:
+        return 1.0, 1e3
+    if name in _RATES:
+        return 1e6, 1e18
+    return (1e-6 if name.rpartition("_")[2] in _DIVISORS else 0.0), 1e3
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high  # type: ignore[operator]
+
+
+def _curves(given: object) -> tuple[Curve, ...]:
+    """The curves of NCCL, with every field checked."""
+    names = {f.name for f in fields(Curve)}
+    several = given if isinstance(given, list) else []
+    good = all(isinstance(one, dict) and set(one) == names and _is_curve(**one) for one in several)
+    require(
+        good and {one["kind"] for one in several} == _COLLECTIVES,
+        f"calibration with nccl = {short(given)}",
+        f"curves of {', '.join(sorted(_COLLECTIVES))}, each a mapping with {', '.join(names)}: "
+        "increasing knots in bytes, and as many fractions above 0",
+        _REMEDY,
+    )
+    return tuple(
+        Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")})
+        for one in several
+    )
+
+
+def _is_curve(kind: object, world: object, latency: object, knots: Any, fractions: Any) -> bool:
+    return (
+        isinstance(kind, str)
+        and type(world) is int
+        and 2 <= world < 1 << 20
+        and _is_number(latency, 0.0, 1e3)
+        and isinstance(knots, list)
+        and isinstance(fractions, list)
+        and len(knots) == len(fractions) > 0
+        and all(_is_number(knot, 1.0, 1e18) for knot in knots)
+        and all(_is_number(fraction, 1e-9, 1e3) for fraction in fractions)
+        and all(a < b for a, b in pairwise(knots))
+    )
 
 
 def _calibration_at(path: Path) -> dict[str, Any]:
     """The contents of a calibration file, with its top-level fields checked."""
     remedy = "make one: tileweave simulate calibrate"
-    require(path.is_file(), f"calibration {path}", "a file that exists", remedy)
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"asked: calibration {path}: {error}; allowed: JSON; remedy: {remedy}"
-        ) from None
-    fields_of = ("name", "about", "coefficients", "fitted_on", "not_fitted")
-    known = (
-        isinstance(data, dict)
-        and set(fields_of) <= set(data)
-        and isinstance(data["coefficients"], dict)
+    data = read_json(path, "calibration", "a JSON file that exists", remedy)
+    kinds = {"name": str, "about": str, "coefficients": dict, "fitted_on": list, "not_fitted": dict}
+    known = isinstance(data, dict) and all(
+        isinstance(data.get(name), kind) for name, kind in kinds.items()
     )
-    require(known, f"calibration {path}", f"a mapping with {', '.join(fields_of)}", remedy)
+    allowed = ", ".join(f"{name}: {kind.__name__}" for name, kind in kinds.items())
+    require(known, f"calibration {short(path)}", f"a mapping with {allowed}", remedy)
     return data
 
 

@@ -14,7 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tileweave.errors import InputError, require
+from tileweave.errors import require
+from tileweave.files import parse_json
 from tileweave.planning.costs import DEVICES
 from tileweave.planning.problem import FUSED_WORLD_SIZES, SCALES, MatmulConfig, Problem
 from tileweave.planning.table import read_config
@@ -65,13 +66,7 @@ def read_measurements(text: str, where: str) -> tuple[Measurement, ...]:
     InputError
         if anything is not as :func:`write_measurements` writes it.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise InputError(
-            f"asked: measurements {where}, which are not JSON ({error}); allowed: JSON; "
-            f"remedy: {_REMEDY}"
-        ) from None
+    data = parse_json(text, f"measurements {where}", "JSON", _REMEDY)
     known = isinstance(data, dict) and {"op", "configs", "shapes"} <= set(data)
     lists = known and isinstance(data["configs"], list) and isinstance(data["shapes"], list)
     require(
@@ -100,6 +95,7 @@ def _measurement(op: str, raw: Any, configs: list[MatmulConfig | None], where: s
         and raw["world_size"] in FUSED_WORLD_SIZES
         and raw.get("device", "") in ("", *DEVICES)
         and _may_be_nodes(raw.get("nodes"), raw["world_size"])
+        and isinstance(raw["dtype"], str)
         and raw["dtype"] in _ITEMSIZE
         and isinstance(raw["us"], list)
         and len(raw["us"]) == len(configs)

@@ -416,15 +416,18 @@ def plan_sharding(
     raise refused
 
 
+_MOST_RANKS = 1 << 16  # each gets a list of its shards
+
+
 def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) -> None:
     def counts(*numbers: object) -> bool:
         return all(isinstance(number, Integral) and int(number) >= 1 for number in numbers)
 
-    fits = counts(world_size, itemsize)
+    fits = counts(world_size, itemsize) and world_size <= _MOST_RANKS
     require(
         fits,
         f"{world_size} ranks, {itemsize} bytes an element",
-        "integers, 1 at least",
+        f"integers, 1 at least, and at most {_MOST_RANKS} ranks",
         "pass such numbers",
     )
     for table in tables:

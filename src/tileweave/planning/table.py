@@ -5,7 +5,6 @@ No torch, no triton.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -15,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from tileweave.errors import InputError, require
+from tileweave.files import parse_json, short
 from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig
 
 _POWERS = (16, 32, 64, 128, 256, 512)
@@ -73,13 +73,7 @@ def read_entries(text: str, where: str) -> tuple[Entry, ...]:
     InputError
         if anything is not as :class:`Entry` and :class:`MatmulConfig` define it.
     """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"asked: table {where}, which is not JSON ({error}); allowed: JSON; "
-            "remedy: write it again"
-        ) from None
+    data = parse_json(text, f"table {where}", "JSON", "write it again")
     entries: Any = data.get("entries") if isinstance(data, dict) else None
     require(
         isinstance(entries, list) and bool(entries),
@@ -141,7 +135,7 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
             good = name == "config" or type(value) is bool
         require(
             good,
-            f"{name} = {value!r} in {where}",
+            f"{name} = {short(repr(value), 60)} in {where}",
             "what planning.problem.MatmulConfig and planning.table.Entry define",
             "write the table again",
         )

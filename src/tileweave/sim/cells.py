@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
+from tileweave.files import read_json, short
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import is_aligned
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.table import Entry, read_config, read_entries, tuned_entries
-from tileweave.sim.document import text_of
 from tileweave.sim.modelled import MODELLED
+from tileweave.sim.results import ALLOWED, REMEDY, why_not
 
 RULE = (
     "held out where SHA-256 of the cell's global shape "
@@ -56,29 +57,16 @@ class Tables:
 
 
 def _read(path: Path) -> Any:
-    try:
-        return json.loads(text_of(path))
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError(
-            f"asked: {path}: {said}; allowed: JSON of results; remedy: fix the file"
-        ) from None
+    return read_json(path, "results in", "JSON of results", "fix the file, or name another")
 
 
 @cache
 def read_tables(path: Path) -> Tables:
     """The tables in the folder of the results that were measured with them."""
-    require(
-        path.is_file(),
-        f"tables {path}",
-        "a file in the folder of the results",
-        "keep it with them",
-    )
-    data = _read(path)
+    allowed = "a file of tables in the folder of the results"
+    data = read_json(path, "tables", allowed, "keep it with them")
+    named = isinstance(data, dict) and isinstance(data.get("tables"), dict)
+    require(named, f"tables {short(path)} without `tables`", allowed, "keep it with them")
     return Tables(
         {
             op: read_entries(json.dumps(table), f"{path.name}, {op}")
@@ -174,7 +162,6 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
     """All cells of results files, in their order."""
     found: list[Cell] = []
     for path in paths:
-        require(path.is_file(), f"results {path}", "files that exist", "pass --cells FILE...")
         try:
             found += _cells_of(path, _read(path))
         except InputError:
@@ -194,7 +181,10 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 def _cells_of(path: Path, data: Any) -> list[Cell]:
     """The cells of the contents of one file."""
     allowed = "a file with `cases`, `components` or `sweeps`"
-    require(isinstance(data, dict), f"{path}, which is no mapping", allowed, "check which it is")
+    said = f"{short(path)}, which is no mapping"
+    require(isinstance(data, dict), said, allowed, "check which it is")
+    why = why_not(data) if "cases" in data else ""
+    require(not why, f"{short(path)}, with {why}", ALLOWED, REMEDY)
     tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
     if "components" in data:
         found = [_component(path.name, data, entry) for entry in data["components"]]
@@ -210,10 +200,27 @@ def _cells_of(path: Path, data: Any) -> list[Cell]:
     else:
         raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
     for cell in found:
-        good = 0.0 < cell.seconds < math.inf and all(size > 0 for size in cell.shape)
-        asked = f"{path}: {cell.op}, {cell.quantity}, {cell.shape}: {cell.seconds * 1e6} us"
-        require(good, asked, "sizes and times above 0", "measure again")
+        asked = f"{cell.op}, {cell.quantity}, {cell.shape} of {cell.world_size} ranks, in us: "
+        asked += f"{cell.seconds * 1e6}, graph {cell.graph}, repeats {cell.repeats}"
+        require(
+            _is_possible(cell),
+            f"{short(path)}: {short(asked)}",
+            "whole sizes and times above 0, graph true or false",
+            "measure again",
+        )
     return [replace(cell, tables=cell.tables or tables) for cell in found]
+
+
+def _is_possible(cell: Cell) -> bool:
+    """Whether all fields have values that a measurement can have."""
+    sizes = (*cell.shape, cell.world_size, cell.itemsize)
+    return (
+        all(isinstance(name, str) for name in (cell.op, cell.quantity))
+        and all(type(size) is int and 0 < size < 2**63 for size in sizes)
+        and all(0.0 < seconds < math.inf for seconds in (cell.seconds, *cell.repeats))
+        and isinstance(cell.graph, bool)
+        and isinstance(cell.again, bool)
+    )
 
 
 def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:

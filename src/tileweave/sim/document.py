@@ -17,9 +17,11 @@ from typing import Any
 import yaml
 
 from tileweave.errors import InputError
+from tileweave.files import read_text, short
 
 Reader = Callable[["Spot"], Any]
 REQUIRED = object()
+_MOST = 1 << 24  # bytes of a file, which takes seconds for each megabyte
 DEEPEST = 50  # mappings and lists inside each other
 _LONGEST = 60  # characters of a value that a message repeats
 _PLAIN = ("str", "int", "float", "bool", "null", "timestamp")
@@ -66,23 +68,10 @@ def located(spot: Spot, error: InputError) -> InputError:
     return InputError(f"{spot.file}: {said}")
 
 
-def text_of(path: Path) -> str:
-    """The contents of a text file."""
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"asked: {path}: {error}; allowed: text in UTF-8; remedy: check which file it is"
-        ) from None
-
-
 def open_document(path: Path) -> Spot:
     """The root of a YAML file."""
-    if not path.is_file():
-        raise InputError(
-            f"asked: file {path}; allowed: a YAML file that exists; remedy: check the path"
-        )
-    return parse_document(text_of(path), str(path))
+    text = read_text(path, "file", "a YAML file that exists, in UTF-8", "check the path", _MOST)
+    return parse_document(text, short(path))
 
 
 def parse_document(text: str, name: str) -> Spot:

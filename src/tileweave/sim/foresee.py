@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tileweave.errors import require
+from tileweave.errors import TileweaveError, require
+from tileweave.files import write_text
 from tileweave.planning import matmul
 from tileweave.planning.costs import load_calibration
 from tileweave.planning.machine import Machine
@@ -105,8 +106,11 @@ def main() -> None:
     given = parser.parse_args()
     sources = "\n".join(f"- {path.name}" for path in given.results)
     text = table(read_cells(given.results), given.ranks)
-    given.out.write_text(_HEAD.format(ranks=given.ranks, sources=sources) + text, "utf-8")
+    write_text(given.out, _HEAD.format(ranks=given.ranks, sources=sources) + text)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except TileweaveError as error:  # as launcher.end_with, which needs torch
+        raise SystemExit(f"error: {error}") from None

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tileweave.errors import require
+from tileweave.errors import TileweaveError, require
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.table import read_entries
 from tileweave.sim.cells import Cell, Tables, read_cells, read_tables
@@ -87,11 +87,14 @@ def _table_of(op: str, config: str) -> Tables:
 
 def extract(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run of one results file, and the tables that it names, as a package file has both."""
+    cells = read_cells([path])  # which checks the file, and the one that it names
     named = json.loads(path.read_text("utf-8")).get("tuned")
     planned_with = read_tables(path.parent / named) if named else None
     tables = json.loads((path.parent / named).read_text("utf-8"))["tables"] if named else {}
-    cells = [_entry(cell, planned_with) for cell in read_cells([path])]
-    return {"source": path.name, "tables": named, "cells": cells}, {named: tables} if named else {}
+    entries = [_entry(cell, planned_with) for cell in cells]
+    return {"source": path.name, "tables": named, "cells": entries}, {
+        named: tables
+    } if named else {}
 
 
 def _entry(cell: Cell, planned_with: Tables | None) -> dict[str, Any]:
@@ -161,4 +164,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except TileweaveError as error:  # as launcher.end_with, which needs torch
+        raise SystemExit(f"error: {error}") from None

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tileweave.files import writing
 from tileweave.sim.step import Timeline
 
 
@@ -74,6 +75,7 @@ def _slice(
 
 def write(events: dict[str, Any], path: Path) -> Path:
     """Write a trace. Returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(events) + "\n", "utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(events) + "\n", "utf-8")
     return path

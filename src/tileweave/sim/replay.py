@@ -10,7 +10,6 @@ receiver waits for its end.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
+from tileweave.files import is_there, read_bytes, read_json, short
 from tileweave.planning.costs import Coefficients
 from tileweave.sim.chakra import COLL, COLLECTIVES, COMP, RECV, SEND, Node, read_trace
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
@@ -36,15 +36,11 @@ _Key = tuple[int, int]  # index of the trace, number of the node
 def read_groups(path: Path) -> dict[str, list[int]]:
     """The ranks of groups from comm_group.json in the folder of ``path``, if it exists."""
     side = path.parent / "comm_group.json"
-    if not side.is_file():
+    if not is_there(side):
         return {}
     allowed = "a mapping of groups to lists of different ranks from 0, in JSON"
     remedy = "check which file it is"
-    try:
-        groups = json.loads(side.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        said = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError(f"asked: {side}: {said}; allowed: {allowed}; remedy: {remedy}") from None
+    groups = read_json(side, "groups in", allowed, remedy)
     require(isinstance(groups, dict), f"{side}, which is no mapping", allowed, remedy)
     for name, ranks in groups.items():
         good = (
@@ -132,7 +128,8 @@ def replay(
     traces = []
     for index, path in enumerate(paths):
         progress(f"reads {path.name}, {index + 1} of {len(paths)}")
-        traces.append(read_trace(path.read_bytes(), str(path))[1])
+        data = read_bytes(path, "trace", "a Chakra .et file", "name .et files, such as DIR/*.et")
+        traces.append(read_trace(data, short(path))[1])
     found = _Replay(paths, traces, cluster, c)
     progress(f"simulates {len(paths)} ranks")
     return found.run()

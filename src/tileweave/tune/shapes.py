@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tileweave.bench.cases import Case
 from tileweave.errors import InputError
+from tileweave.files import parse_json, read_text, short
 from tileweave.tune.measure import problem_of
 
 _MOST = 2**31 - 1
+_ALLOWED = "a JSON list of [rows, cols, depth], or lines of three positive numbers"
 
 
 def from_file(op: str, path: Path, dtype: str) -> list[Case]:
     """The shapes of a file: a JSON list of ``[rows, cols, depth]``, or lines ``rows cols depth``
     with ``#`` for comments. Sizes are those of the whole problem, as for ``tileweave trace``."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _refused(path, f"which cannot be read ({error})") from None
+    text = read_text(path, "the shapes in", _ALLOWED, "write it so")
     if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _refused(path, f"which is not JSON ({error})") from None
+        rows = parse_json(text, f"the shapes in {short(path)}", _ALLOWED, "write it so")
     else:
         lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
         rows = [[_whole(word) for word in words] for words in lines]
@@ -42,15 +37,14 @@ def _whole(word: str) -> int | str:
 def _case(op: str, path: Path, row: Any, dtype: str) -> Case:
     fits = isinstance(row, list) and len(row) == 3
     if not fits or not all(type(size) is int and 0 < size <= _MOST for size in row):
-        raise _refused(path, f"with {row!r}")
+        raise _refused(path, f"with {short(repr(row), 60)}")
     rows, cols, depth = row
     return of_sizes(op, rows, cols, depth, dtype)
 
 
 def _refused(path: Path, what: str) -> InputError:
     return InputError(
-        f"asked: the shapes in {path}, {what}; allowed: a JSON list of [rows, cols, depth], or "
-        "lines of three positive numbers; remedy: write it so"
+        f"asked: the shapes in {short(path)}, {what}; allowed: {_ALLOWED}; remedy: write it so"
     )
 
 

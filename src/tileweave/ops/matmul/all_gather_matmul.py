@@ -248,6 +248,9 @@ def _as_called(
     return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and out as rows. Raises for what those no longer show."""
+    if bias is not None and not isinstance(bias, torch.Tensor):
+        said = f"bias={bias!r:.60} ({type(bias).__name__}) with one w"
+        require(False, said, "a tensor or None; a list with a list of weights", "pass one bias")
     rows, flat = as_rows(x, w, OP), out_as_rows(out, x, _ALLOWED, w, bias)
     if return_gathered:
         require(out is None, "out= with return_gathered=True", "one of them", "drop out=")

@@ -76,7 +76,7 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
             with torch.cuda.device(x.device):
                 return quantize(x, kind)
-        data, sent = quantize_rows(x.contiguous().view(-1, depth), kind)
+        data, sent = quantize_rows(x.contiguous().view(x.shape[:-1].numel(), depth), kind)
         scale = sent.t() if kind == "block" else sent.view(-1, 1)
         return data.view(x.shape), scale.reshape(*x.shape[:-1], scale.shape[-1])
     return _in_torch(x, kind)
@@ -88,7 +88,7 @@ def quantize_rows(
     """x [rows, K] by ``"row"`` or ``"block"``: data, and the scale as it travels
     (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two."""
     (rows, depth), in_blocks = x.shape, kind == "block"
-    if x.numel() == 0 or not (x.is_cuda or interpreting()):
+    if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and interpreting())):
         data, scale = _in_torch(x, kind, powers)
         return data, scale.t().contiguous() if in_blocks else scale.view(-1)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
