@@ -6,18 +6,21 @@ being known: its results or its gradients would be wrong.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     ATTENTIONS,
     INTERLEAVED,
@@ -26,9 +29,18 @@ from tileweave.parallel.fused import (
     class_path,
     is_adapter,
 )
-from tileweave.parallel.plans import COLUMN, OWN_HEADS, ROW, SUMS, UNTOUCHED, Block
-from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
-from tileweave.parallel.trial import Tried
+from tileweave.parallel.plans import (
+    BY_HEAD,
+    COLUMN,
+    EXPERTS,
+    OWN_HEADS,
+    ROW,
+    SUMS,
+    UNTOUCHED,
+    Block,
+)
+from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
+from tileweave.parallel.trial import UNFIT, Tried
 
 KNOWN = (*ATTENTIONS, *INTERLEAVED)  # to be right with the heads of one rank
 # Norms that mix rows.
@@ -46,8 +58,10 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
     for path, style in styles.items():
         module: Any = model.get_submodule(path)
         if isinstance(style, str):
-            allowed = (COLUMN, ROW, *SUMS, *UNTOUCHED)
+            allowed = (COLUMN, ROW, EXPERTS, *SUMS, *UNTOUCHED)
             require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
+        if style == EXPERTS or isinstance(style, Experts):
+            check_experts(path, module, size)
         kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
         if style == ROW or isinstance(style, Rowwise):
             kinds = ("in_features",)
@@ -164,10 +178,10 @@ def check_block(
     layers = (*block.columns, block.row)
     known = {*layers, *(name.partition(".")[0] for name in layers)}
     paths = {dot + name for name in (*block.columns, block.row)}
-    styled = {path for path in styles if path not in paths} | whole
+    styled = {p for p, s in styles.items() if p not in paths and s != EXPERTS} | whole
     for name in (name for name, p in module._parameters.items() if p is not None):
         require(
-            block.path in styled,
+            block.path in styled or _is_by_head(module, name, block),
             f"a plan for {block.path or type(module).__name__}, which has the parameter "
             f"{dot}{name} itself",
             "parameters of modules in it",
@@ -191,6 +205,14 @@ def check_block(
                 f"remedy: {_SAY}"
             )
     return replace(block, shares=block.shares and not around)
+
+
+def _is_by_head(module: Any, name: str, block: Block) -> bool:
+    """Whether the parameter ``name`` of an attention has a number for each of its heads."""
+    head = getattr(module, "head_dim", None)
+    features = module.get_submodule(block.columns[0]).out_features
+    shape = module._parameters[name].shape
+    return name in BY_HEAD and isinstance(head, int) and shape == (features // head,)
 
 
 def check_between(model: nn.Module, tried: Tried, styled: set[str]) -> None:
@@ -341,35 +363,58 @@ def check_own_rows(
     roots: list[tuple[str, nn.Module]],
     blocks: list[Block],
     styles: dict[str, Any],
-) -> None:
-    """Raise :class:`InputError` for a part of ``roots``, whose activations are this rank's rows,
-    that is not known to work row by row.
+    routed: tuple[str, ...],
+    gathers: bool,
+) -> list[str]:
+    """The paths of modules in ``roots``, whose activations are this rank's rows, that take all rows
+    instead: parts of them are not known to work row by row. Raises :class:`InputError` for a part
+    without such a module around it.
 
     Parameters
     ----------
     roots : list of (path, module)
         The blocks of the model's lists, or the model.
+
+    routed : tuple of str
+        What :func:`routed_parts` returns.
+
+    gathers : bool
+        Whether modules may take all rows. False: raise for them, too.
     """
+    found: list[str] = []
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
         inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
         require(
-            not (inner and isinstance(style, (Colwise, Rowwise)) and style.sequence_dim is None),
+            not (
+                inner
+                and isinstance(style, (Colwise, Rowwise, Experts))
+                and style.sequence_dim is None
+            ),
             f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
             "a style with sequence_dim",
             "pass sequence_dim=1 (or that of this call) to the style",
         )
     inside = {block.path for block in blocks}
-    sharded = {path for path, style in styles.items() if style not in UNTOUCHED}
+    sharded = {p for p, s in styles.items() if s not in UNTOUCHED and not isinstance(s, LatentKeys)}
+    seen: set[nn.Module] = set()  # blocks may share modules, which have the path of the first one
     for root, module in roots:
-        for name, part in module.named_modules(prefix=root):
-            has = [p for p in part._parameters.values() if p is not None]
+        for name, part in module.named_modules(prefix=root, memo=seen):
+            by_head = BY_HEAD if name in inside else ()  # as check_block found them
+            own = {n: p for n, p in part._parameters.items() if p is not None}
+            has = [p for n, p in own.items() if n not in by_head]
             if not has or name in sharded or all(is_dtensor(p) for p in has):
                 continue
             parent, _, last = name.rpartition(".")
             if is_norm(part) or (parent in inside and last in OWN_HEADS):
                 continue
             if isinstance(part, (nn.Embedding, ParallelLinear)) or _styled_above(name, styles):
+                continue
+            if name.startswith((*routed, *(f"{path}." for path in found))):
+                continue
+            above = _module_in(module, root, name) if gathers else None
+            if above is not None:
+                found.append(above)
                 continue
             raise InputError(
                 f"asked: sequence_parallel=True with {name}, a {type(part).__name__} which the "
@@ -378,6 +423,18 @@ def check_own_rows(
                 "sequence_parallel=False, or pass plan={...} with "
                 f'"{name}": "sequence_parallel" if it computes each row for itself'
             )
+    return found
+
+
+def _module_in(block: nn.Module, root: str, path: str) -> str | None:
+    """The path of the outermost module in a block, below lists, that is ``path`` or around it and
+    has modules in it, such as an attention."""
+    name = root
+    for step in path[len(root) + 1 if root else 0 :].split(".") if path != root else ():
+        block, name = block.get_submodule(step), f"{name}.{step}" if name else step
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            return name if any(True for _ in block.children()) else None
+    return None
 
 
 def _styled_above(path: str, styles: dict[str, Any]) -> bool:
@@ -387,3 +444,47 @@ def _styled_above(path: str, styles: dict[str, Any]) -> bool:
         and (style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel))
         for other, style in styles.items()
     )
+
+
+def routed_parts(model: nn.Module, styles: dict[str, Any]) -> tuple[str, ...]:
+    """What paths begin with, of parts of modules around experts that compute each row for itself:
+    a router, a shared expert."""
+    return tuple(
+        f"{path.rpartition('.')[0]}."
+        for path, style in styles.items()
+        if (style == EXPERTS or isinstance(style, Experts)) and _takes_rows(model, path)
+    )
+
+
+def _takes_rows(model: nn.Module, experts: str) -> bool:
+    """Whether the module around ``experts`` computes each row for itself. It is tried, with a
+    number for each token in place of its experts."""
+    module: Any = model.get_submodule(experts.rpartition(".")[0])
+    stacked: Any = model.get_submodule(experts)
+    hidden = stacked.down_proj.shape[2 if stacked.is_transposed else 1]
+    first = next(module.parameters())
+    if first.is_meta:
+        return True
+    copied: Any = copy.deepcopy(module, {id(p): p for p in module.parameters()}).eval()
+    setattr(copied, experts.rpartition(".")[2], _EachToken())
+    drawn = torch.Generator(first.device).manual_seed(0)
+    x = torch.randn(1, 6, hidden, generator=drawn, device=first.device).to(first.dtype)
+    try:
+        with torch.no_grad():
+            whole, *parts = (_first(copied(t.clone())) for t in (x, *x.chunk(2, dim=1)))
+            return torch.allclose(torch.cat(parts, dim=1), whole, rtol=0.02, atol=1e-3)
+    except UNFIT:  # it asks for more than rows
+        return False
+
+
+def _first(y: Any) -> torch.Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+class _EachToken(nn.Module):
+    """In place of experts: a number for each of a token's experts, times their weights."""
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        return x * ((ids + 1) * weights).sum(-1, keepdim=True).to(x.dtype)

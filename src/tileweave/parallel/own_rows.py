@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from tileweave.errors import InputError, require
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
+from tileweave.parallel.shared_input import input_of
 
+_LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
 
 
@@ -65,6 +68,44 @@ class OwnRows:
         return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
 
 
+class AllRows:
+    """The hooks of a module that takes the rows of all ranks, and of whose output each rank takes
+    its own. A copy of the module has its own hooks."""
+
+    def __init__(self, path: str, module: nn.Module, group_name: str, dim: int) -> None:
+        self.path, self.group_name, self.dim = path, group_name, dim
+        module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self.end)
+        _LOG.warning(
+            "%s takes all rows on every rank with sequence_parallel=True: its plan does not have "
+            "all of its layers",
+            path,
+        )
+
+    def begin(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = input_of(self.path, args, kwargs)
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        for name, other in (*enumerate(args), *kwargs.items()):
+            require(
+                name == key or not isinstance(other, torch.Tensor) or other.shape != x.shape,
+                f"{self.path} with {name!r}, of the shape of its input, with "
+                "sequence_parallel=True",
+                "one tensor with the rows of one rank, which are gathered for it",
+                "pass sequence_parallel=False to tileweave.parallelize",
+            )
+        x = gather_parts(x, self.dim, self.group_name)
+        if isinstance(key, int):
+            return (*args[:key], x, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: x}
+
+    def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+        if isinstance(y, torch.Tensor):
+            return own_part(y, self.dim, self.group_name)
+        return (own_part(y[0], self.dim, self.group_name), *y[1:])
+
+
 def shard_rows(
     model: nn.Module, outer: list[Blocks], inner: set[str], group_name: str, dim: int, check: bool
 ) -> list[nn.Module]:
@@ -98,13 +139,15 @@ def shard_rows(
 
 
 def _refuse_states(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """transformers records the output of each block, which is this rank's rows."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        asked = getattr(module.config, "output_hidden_states", False)
-    require(
-        not asked,
-        f"output_hidden_states of {type(module).__name__} with sequence_parallel=True",
-        "its logits or last hidden state: other states have the rows of one rank",
-        "pass sequence_parallel=False to tileweave.parallelize",
-    )
+    """transformers records the output of each block and each router, which is of this rank's
+    rows."""
+    for name in ("output_hidden_states", "output_router_logits"):
+        asked = kwargs.get(name)
+        if asked is None:
+            asked = getattr(module.config, name, False)
+        require(
+            not asked,
+            f"{name} of {type(module).__name__} with sequence_parallel=True",
+            "its logits or last hidden state: others have the rows of one rank",
+            "pass sequence_parallel=False to tileweave.parallelize",
+        )

@@ -24,7 +24,7 @@ from tileweave.parallel.fused import (
     is_adapter,
     refuse_fused,
 )
-from tileweave.parallel.styles import Colwise
+from tileweave.parallel.styles import Colwise, LatentKeys
 
 _LOG = logging.getLogger("tileweave")
 
@@ -47,7 +47,17 @@ OWN_HEADS = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
     *("query_layernorm", "key_layernorm"),
 )
-COLUMN, ROW = "colwise", "rowwise"
+# Parameters of an attention itself with a number for each head: each rank has those of its heads.
+BY_HEAD = ("sinks",)
+COLUMN, ROW, EXPERTS = "colwise", "rowwise", "experts"
+# The entry of Hugging Face plans for an attention with such a parameter.
+HAS_BY_HEAD = "local_params"
+# Attentions whose keys and values come from one small projection: its last features, those with
+# the rotary embedding, go to the heads of each rank directly. These parts see whole rows.
+LATENT = "mla_kv_a_proj"
+LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
+# Entries of Hugging Face plans for stacked experts and their parameters: see experts_of.
+STACKED = ("moe_tp_experts", "packed_colwise", "packed_rowwise")
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
 WHOLE = (
     "colwise_gather_output",
@@ -193,6 +203,25 @@ def matched(model: nn.Module, plan: dict[str, Any], strict: bool = True) -> dict
             )
         found.update(dict.fromkeys(paths, style))
     return found
+
+
+def take_latent(model: nn.Module, styles: dict[str, Any]) -> None:
+    """Give a style to each layer of the kind ``LATENT`` in ``styles``, and to the parts of its
+    attention that see whole rows."""
+    for path in [path for path, style in styles.items() if style == LATENT]:
+        dot = path.rpartition(".")[0] + "."
+        attention: Any = model.get_submodule(dot[:-1])
+        rotary = getattr(attention, "qk_rope_head_dim", None)
+        require(
+            isinstance(rotary, int),
+            f"{path}, whose attention {class_path(attention)} has no qk_rope_head_dim",
+            "an attention with the number of its features with a rotary embedding",
+            "pass plan={...} without it",
+        )
+        styles[path] = LatentKeys(rotary)
+        for name in LATENT_PARTS:
+            if getattr(attention, name, None) is not None:
+                styles.setdefault(dot + name, UNTOUCHED[0])
 
 
 def blocks_of(styles: dict[str, Any]) -> list[Block]:

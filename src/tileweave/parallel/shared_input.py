@@ -73,7 +73,7 @@ class _SharedInput:
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key, layers = _input_of(self.path, args, kwargs), self.layers
+        key, layers = input_of(self.path, args, kwargs), self.layers
         x = args[key] if isinstance(key, int) else kwargs[key]
         first = layers[0]
         if first.gather:
@@ -113,7 +113,7 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
     module.register_forward_hook(shared.after, always_call=True)
 
 
-def _input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+def input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     """Where the input of a module is: the first argument, or the one of a usual name."""
     if args and isinstance(args[0], torch.Tensor):
         return 0

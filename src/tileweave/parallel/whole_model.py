@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,14 +26,22 @@ from tileweave.parallel.checks import (
     check_own_rows,
     check_styles,
     counts_heads,
+    routed_parts,
 )
 from tileweave.parallel.data_parallel import refuse_ddp
+from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
-from tileweave.parallel.own_rows import shard_rows
+from tileweave.parallel.own_rows import AllRows, shard_rows
+from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
+    BY_HEAD,
     COLUMN,
+    EXPERTS,
+    HAS_BY_HEAD,
+    LATENT,
     OWN_HEADS,
     ROW,
+    STACKED,
     SUMS,
     UNTOUCHED,
     WHOLE,
@@ -41,11 +51,12 @@ from tileweave.parallel.plans import (
     of_transformers,
     recognise,
     split_fused,
+    take_latent,
 )
 from tileweave.parallel.same_numbers import check_numbers
 from tileweave.parallel.saving import save_whole
 from tileweave.parallel.shared_input import share_input
-from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
 from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
@@ -156,10 +167,13 @@ def parallelize(
     for layer in fused:
         check_block(model, Block(layer.path, (layer.name,), layer.row), styled, whole, size)
         check_fused(model, layer, size)
+    routed = routed_parts(model, styles) if sequence_parallel else ()
     outer = _outer_lists(model, [*styled]) if sequence_parallel else []
+    all_rows: list[str] = []  # modules that take the rows of all ranks
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        check_own_rows(model, roots, blocks, {**styled, **dict.fromkeys(lora, SUMS[0])})
+        by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
+        all_rows = check_own_rows(model, roots, blocks, by_row, routed, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
@@ -171,32 +185,46 @@ def parallelize(
     for path, style in sums_last:
         if style in UNTOUCHED:
             continue
-        made = _style(style, at)
+        dim = at
+        if path.startswith(tuple(f"{path}." for path in all_rows)):
+            dim = None
+        elif path.startswith(routed):  # rows of any order there, maybe flattened
+            dim = 0
+        made = _style(style, dim)
         made.src_data_rank = src_data_rank
         _replace(model, path, made._apply(model.get_submodule(path), over))
     for path, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             module.path = path
     for block in blocks:
+        module = model.get_submodule(block.path)
+        by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
+        if by_head:
+            shard_own(module, by_head, over, src_data_rank)
         if block.shares:
-            share_input(model.get_submodule(block.path), block.path, block.columns)
+            share_input(module, block.path, block.columns)
     for path in lora:
         shard_lora(model.get_submodule(path), over, src_data_rank)
     for path, watched in tried.items():
         watch(model.get_submodule(path), watched)
-    inner = {block.path for block in blocks} | tried.keys()
+    inner = {block.path for block in blocks} | tried.keys() | {*all_rows}
     rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
     known: dict[nn.Parameter, nn.Parameter] = {}
-    for part in rows:  # all that is not sharded sees own rows, or own heads
-        make_replicated(part, over, True, known, src_data_rank)
     for block in blocks:
         for child, part in model.get_submodule(block.path).named_children():
             if child in OWN_HEADS:
                 make_replicated(part, over, True, known, src_data_rank)
+    for path in all_rows:
+        part = model.get_submodule(path)
+        AllRows(path, part, name, sequence_dim)
+        make_replicated(part, over, False, known, src_data_rank)
+    for part in rows:  # all else that is not sharded sees own rows
+        make_replicated(part, over, True, known, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
     plain_in_parents(model)
-    if check and not sequence_parallel:
-        check_numbers(model, name)
+    if check:
+        same = [model.get_submodule(path) for path in all_rows] if sequence_parallel else [model]
+        check_numbers(model, same, name)
     save_whole(model)
     refuse_ddp(model)
     return model
@@ -222,7 +250,9 @@ def _styles(
     given = of_transformers(model)
     if given is None or not {COLUMN, ROW} & {*given.values()}:  # some plans have the head only
         return _recognised(model, size)
-    known = (COLUMN, ROW, *SUMS, *WHOLE)
+    styles: Styles = dict.fromkeys(experts_of(model, size), EXPERTS)
+    given = _without_experts(model, given)
+    known = (COLUMN, ROW, LATENT, *SUMS, *WHOLE)
     for pattern, style in given.items():
         require(
             style in known,
@@ -230,12 +260,39 @@ def _styles(
             ", ".join(known),
             "pass plan={...} without it, or load with tileweave.integrations.transformers",
         )
-    styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False)
+    styles.update(matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False))
+    take_latent(model, styles)
     whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
-    if not styles and not fused:
+    in_layers = {p: s for p, s in given.items() if s in WHOLE and "*" in p}
+    known_layers = {*styles.values()} - {EXPERTS} or matched(model, in_layers, strict=False)
+    if not known_layers and not fused:
         return _recognised(model, size)
     return styles, blocks_of(styles), fused, {*whole}
+
+
+def _without_experts(model: nn.Module, given: dict[str, str]) -> dict[str, str]:
+    """``given`` without the entries of transformers for experts and their parameters, and for
+    variants of the model."""
+    every = [
+        name
+        for path, module in model.named_modules()
+        if is_described(module)
+        for name in (path, *(f"{path}.{name}" for name in module._parameters))
+    ]
+    return {
+        pattern: style
+        for pattern, style in given.items()
+        if not any(fnmatchcase(path, pattern) for path in every)
+        and style != HAS_BY_HEAD  # other parameters of the module itself are refused
+        and (style not in STACKED or _matches(model, pattern))
+    }
+
+
+def _matches(model: nn.Module, pattern: str) -> bool:
+    """Whether ``pattern`` is of something in ``model``: plans are for its variants, too."""
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return any(fnmatchcase(name, pattern) for name in named)
 
 
 def _recognised(
@@ -243,6 +300,7 @@ def _recognised(
 ) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
     blocks, fused = recognise(model, size)
     styles: Styles = {path: kind for b in blocks for path, kind in b.paths().items()}
+    styles.update(dict.fromkeys(experts_of(model, size), EXPERTS))
     return styles, blocks, fused, set()
 
 
@@ -282,6 +340,8 @@ def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyl
         return Colwise(sequence_dim=sequence_dim)
     if style == ROW:
         return Rowwise(sequence_dim=sequence_dim)
+    if style == EXPERTS:
+        return Experts(sequence_dim=sequence_dim)
     return SequenceParallel()
 
 
