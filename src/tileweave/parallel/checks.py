@@ -188,6 +188,12 @@ def check_block(
             f"put it into a module of its own, or {_SAY}",
         )
     around = False
+    for name, part in module.named_modules() if block.within else ():
+        # norms next to the row-parallel layer take its output, or fail a trial
+        after = is_norm(part) and name.rpartition(".")[0] == block.row.rpartition(".")[0]
+        inside = name.partition(".")[0] in {block.within, block.row.partition(".")[0]}
+        if inside and any(True for _ in part.parameters(recurse=False)) and name not in layers:
+            _refuse_unless(after or "lora_" in name, dot + name, block, module)
     for name, child in module.named_children():
         path = dot + name
         if not any(True for _ in child.parameters()) or name in known:
@@ -199,12 +205,17 @@ def check_block(
         elif _is_around(child, path, module, block, styled):
             around = True
         else:
-            raise InputError(
-                f"asked: a plan for {block.path or type(module).__name__}, which has {path} with "
-                f"parameters; allowed: {', '.join((*block.columns, block.row, *OWN_HEADS))}; "
-                f"remedy: {_SAY}"
-            )
+            _refuse_unless(False, path, block, module)
     return replace(block, shares=block.shares and not around)
+
+
+def _refuse_unless(known: bool, path: str, block: Block, module: nn.Module) -> None:
+    require(
+        known,
+        f"a plan for {block.path or type(module).__name__}, which has {path} with parameters",
+        ", ".join((*block.columns, block.row, *OWN_HEADS)),
+        _SAY,
+    )
 
 
 def _is_by_head(module: Any, name: str, block: Block) -> bool:
@@ -280,21 +291,25 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _check_heads(module: Any, block: Block, size: int) -> None:
+    if block.within:
+        module = module.get_submodule(block.within)
     head = getattr(module, "head_dim", getattr(module, "head_size", None))
+    head = getattr(module, "attention_head_size", head)
+    columns = [name.removeprefix(f"{block.within}.") for name in block.columns]
     if class_path(module) in INTERLEAVED:
         head = 3 * head if head else None
-    for name in block.columns:
+    for name in columns:
         features = module.get_submodule(name).out_features
         require(
             not isinstance(head, int) or features // size % head == 0,
-            f"{block.path}.{name}: {features} features, heads of {head}, over {size} ranks",
+            f"{block.taking}.{name}: {features} features, heads of {head}, over {size} ranks",
             "whole heads on every rank",
             "choose fewer ranks, or pass a plan without this attention",
         )
     if class_path(module) in KNOWN:
         return
     for name, value in _heads_in_forward(module):
-        layers = [c for c in block.columns if not _of_keys(name) or _of_keys(c.lower())]
+        layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
         for layer in layers:
             features = module.get_submodule(layer).out_features
             one = head if isinstance(head, int) else features // value
@@ -304,7 +319,7 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
                 f"{value}, the heads of all ranks ({layer} has {features} features)",
                 "a forward that takes the number of heads from shapes, or from an attribute with "
                 "those of one rank",
-                f"set {block.path or 'the model'}.{name} = {value // size} (and others like it) "
+                f"set {block.taking or 'the model'}.{name} = {value // size} (and others like it) "
                 "before this call, or pass a plan without this attention",
             )
 

@@ -41,6 +41,8 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("self.query", "self.key", "self.value"), "output.dense"),  # BERT
+    (("intermediate.dense",), "output.dense"),
 )
 # Norms between the layers of an attention: each rank applies them to its own heads.
 OWN_HEADS = (
@@ -55,7 +57,7 @@ HAS_BY_HEAD = "local_params"
 # Attentions whose keys and values come from one small projection: its last features, those with
 # the rotary embedding, go to the heads of each rank directly. These parts see whole rows.
 LATENT = "mla_kv_a_proj"
-LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
+LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
 # Entries of Hugging Face plans for stacked experts and their parameters: see experts_of.
 STACKED = ("moe_tp_experts", "packed_colwise", "packed_rowwise")
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
@@ -78,12 +80,20 @@ class Block:
 
     ``shares``: they take the input of the module. False: the module has other parts, too, such as
     an attention, and its layers take what those made.
+
+    ``within``: the part of the module that has the column-parallel layers, if it is not the module.
     """
 
     path: str
     columns: tuple[str, ...]
     row: str
     shares: bool = True
+    within: str = ""
+
+    @property
+    def taking(self) -> str:
+        """The path of the module that has the column-parallel layers."""
+        return ".".join(part for part in (self.path, self.within) if part)
 
     def paths(self) -> dict[str, str]:
         """The kind of each linear layer, by path."""
@@ -106,10 +116,17 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
                 fused.append(_split_or_refuse(model, path, name, size))
         if children & set(FUSED):
             continue
+        names = children | {
+            f"{name}.{inner}"
+            for name, child in module.named_children()
+            for inner, part in child.named_children()
+            if isinstance(part, nn.Linear)
+        }
         for columns, row in NAMES:
-            if children.issuperset((*columns, row)):
-                found.append(Block(path, columns, row))
-                children -= {*columns, row}
+            if names.issuperset((*columns, row)):
+                within = columns[0].rpartition(".")[0]
+                found.append(Block(path, columns, row, within=within))
+                names -= {*columns, row}
     known = (*NAMES[:5], ((GATE_UP[0],), GATE_UP[1]))
     require(
         bool(found or fused),

@@ -202,7 +202,7 @@ def parallelize(
         if by_head:
             shard_own(module, by_head, over, src_data_rank)
         if block.shares:
-            share_input(module, block.path, block.columns)
+            share_input(model, block)
     for path in lora:
         shard_lora(model.get_submodule(path), over, src_data_rank)
     for path, watched in tried.items():
@@ -264,9 +264,7 @@ def _styles(
     take_latent(model, styles)
     whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
-    in_layers = {p: s for p, s in given.items() if s in WHOLE and "*" in p}
-    known_layers = {*styles.values()} - {EXPERTS} or matched(model, in_layers, strict=False)
-    if not known_layers and not fused:
+    if not styles and not fused:
         return _recognised(model, size)
     return styles, blocks_of(styles), fused, {*whole}
 
