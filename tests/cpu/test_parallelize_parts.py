@@ -125,6 +125,19 @@ class Convolution(nn.Module):
         return x + self.mix(x.mT).mT
 
 
+class Separate(nn.Module):
+    """An attention as in BERT, whose layers are in modules of their own, with a norm of each
+    head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.output = nn.Module(), nn.Module()
+        for name in ("query", "key", "value"):
+            setattr(self.self, name, nn.Linear(16, 16))
+        self.self.norm = nn.RMSNorm(4)
+        self.output.dense = nn.Linear(16, 16)
+
+
 def changed(kind: str) -> Any:
     made: Any = model()
     if kind == "gate":
@@ -140,10 +153,14 @@ def changed(kind: str) -> Any:
             layer.self_attn = Counted()
         if kind == "gate":
             layer.self_attn = Gated()
+        if kind == "norm between modules":
+            layer.self_attn = Separate()
         if kind == "use of a child":
             layer.mlp = nn.Sequential(OtherUse(), layer.mlp)
         if kind == "convolution":
             layer.mlp = nn.Sequential(Convolution(), layer.mlp)
+        if kind == "convolution alone":
+            layer.norm3 = nn.Conv1d(16, 16, 1)
         if kind == "batch norm":
             layer.norm3 = nn.BatchNorm1d(16)
         if kind == "norm of all heads":
@@ -182,13 +199,17 @@ def right(me: Member, kind: str, sequence: bool) -> None:
         plan = {**plan, "layers.*.mlp": "sequence_parallel"}
     tw.parallelize(part, plan=plan, sequence_parallel=sequence)
     rows = [m for m in part.modules() if isinstance(m, tw.nn.RowParallelLinear)]
-    assert len(rows) == (2 if kind == "names" else 4)
+    assert len(rows) == (2 if kind in ("names", "names, no plan") else 4)
     compare(part, reference)
 
 
 @FORMS
 @pytest.mark.parametrize(
-    "kind", ["names", "own heads", "one module", "plan of the head", "gate", "use of a child"]
+    "kind",
+    [
+        *("names", "names, no plan", "own heads", "one module", "plan of the head", "gate"),
+        *("use of a child", "convolution"),
+    ],
 )
 def test_other_models(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)
@@ -202,9 +223,10 @@ def test_an_input_that_is_used_for_more(world: World) -> None:
 REFUSED = {
     "scale": (False, "layers.0.mlp.scale itself"),
     "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
+    "norm between modules": (False, "layers.0.self_attn.self.norm with parameters"),
     "norm of all heads": (False, "layers.0.self_attn.q_norm over (16,)"),
-    "names, no plan": (True, "layers.0.self_attn.query, a Linear"),
-    "convolution": (True, "layers.0.mlp.0.mix, a Conv1d"),
+    "names": (True, "layers.0.mlp.gate_proj, a Linear"),
+    "convolution alone": (True, "layers.0.norm3, a Conv1d"),
     "batch norm": (True, "layers.0.norm3, a BatchNorm1d"),
 }
 
@@ -214,7 +236,8 @@ def refused(me: Member) -> list[str]:
     for kind, (sequence, _) in REFUSED.items():
         made = changed(kind)
         before = [type(m) for m in made.modules()]
-        found.append(refusal(tw.parallelize, made, sequence_parallel=sequence))
+        plan = PLANS.get(kind, "auto")
+        found.append(refusal(tw.parallelize, made, plan=plan, sequence_parallel=sequence))
         assert [type(m) for m in made.modules()] == before, "changed before it was refused"
     return found
 

@@ -184,6 +184,51 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
             assert error.startswith("asked:") and name in error, (name, error)
 
 
+def bert(kind: str) -> Any:
+    """Whose attention has its projections in two modules."""
+    import transformers
+
+    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    options = {"num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def classified(me: Member, kind: str, sequence: bool) -> dict[str, Any]:
+    reference = bert(kind)
+    part: Any = tw.parallelize(bert(kind), sequence_parallel=sequence)
+    ids = torch.randint(3, 37, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+    y, want = part(**given), reference(**given)
+    for result in (y, want):
+        result.loss.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    return {
+        "logits": apart(y.logits, want.logits),
+        "gradients": max(
+            float((whole(p.grad) - wanted[name]).abs().max()) / largest
+            for name, p in part.named_parameters()
+        ),
+        "sharded": sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()),
+    }
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
+@pytest.mark.parametrize("kind", ["Bert", "Electra"])
+def test_encoders(pair: World, kind: str, sequence: bool) -> None:
+    for found in pair.run(classified, kind, sequence, timeout=SECONDS):
+        assert found.pop("sharded") == 4
+        assert max(found.values()) < 1e-5, found
+
+
 def translator(seed: int) -> Any:
     """An encoder and a decoder with cross attention, and biases everywhere."""
     import transformers

@@ -193,7 +193,7 @@ def uneven(me: Member) -> tuple[dict[str, float], list[str], str]:
     """Three experts over two ranks stay whole, and a plan that shards them is refused."""
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     log = logging.getLogger("tileweave")
     log.addHandler(handler)
     try:

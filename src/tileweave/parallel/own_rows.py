@@ -75,7 +75,7 @@ class AllRows:
     def __init__(self, path: str, module: nn.Module, group_name: str, dim: int) -> None:
         self.path, self.group_name, self.dim = path, group_name, dim
         module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self.end)
+        module.register_forward_hook(self.end, with_kwargs=True)
         _LOG.warning(
             "%s takes all rows on every rank with sequence_parallel=True: its plan does not have "
             "all of its layers",
@@ -100,10 +100,22 @@ class AllRows:
             return (*args[:key], x, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: x}
 
-    def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
-        if isinstance(y, torch.Tensor):
-            return own_part(y, self.dim, self.group_name)
-        return (own_part(y[0], self.dim, self.group_name), *y[1:])
+    def end(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        key = input_of(self.path, args, kwargs)
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        first, *others = (y,) if isinstance(y, torch.Tensor) else y
+        more = [t for t in others if isinstance(t, torch.Tensor) and t.dim() == x.dim()]
+        require(
+            isinstance(first, torch.Tensor)
+            and first.shape == x.shape
+            and all(t.shape[self.dim] != x.shape[self.dim] for t in more),
+            f"{self.path} with sequence_parallel=True, which returns something else than one "
+            "tensor of the shape of its input",
+            "such a tensor, of which each rank takes its rows",
+            "pass sequence_parallel=False to tileweave.parallelize",
+        )
+        own = own_part(first, self.dim, self.group_name)
+        return own if isinstance(y, torch.Tensor) else (own, *others)
 
 
 def shard_rows(

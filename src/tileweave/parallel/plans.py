@@ -228,7 +228,7 @@ def take_latent(model: nn.Module, styles: dict[str, Any]) -> None:
     for path in [path for path, style in styles.items() if style == LATENT]:
         dot = path.rpartition(".")[0] + "."
         attention: Any = model.get_submodule(dot[:-1])
-        rotary = getattr(attention, "qk_rope_head_dim", None)
+        rotary: Any = getattr(attention, "qk_rope_head_dim", None)
         require(
             isinstance(rotary, int),
             f"{path}, whose attention {class_path(attention)} has no qk_rope_head_dim",
