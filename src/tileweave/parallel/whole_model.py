@@ -209,17 +209,7 @@ def parallelize(
         watch(model.get_submodule(path), watched)
     inner = {block.path for block in blocks} | tried.keys() | {*all_rows}
     rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
-    known: dict[nn.Parameter, nn.Parameter] = {}
-    for block in blocks:
-        for child, part in model.get_submodule(block.path).named_children():
-            if child in OWN_HEADS:
-                make_replicated(part, over, True, known, src_data_rank)
-    for path in all_rows:
-        part = model.get_submodule(path)
-        AllRows(path, part, name, sequence_dim)
-        make_replicated(part, over, False, known, src_data_rank)
-    for part in rows:  # all else that is not sharded sees own rows
-        make_replicated(part, over, True, known, src_data_rank)
+    known = _replicate_parts(model, over, blocks, all_rows, rows, at, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
     plain_in_parents(model)
     if check:
@@ -228,6 +218,31 @@ def parallelize(
     save_whole(model)
     refuse_ddp(model)
     return model
+
+
+def _replicate_parts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    blocks: list[Block],
+    all_rows: list[str],
+    own_rows: list[nn.Module],
+    dim: int | None,
+    source: int | None,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Replicate the parameters that see a part of the heads or rows, and those of modules that take
+    all rows, which are gathered along ``dim``. Returns the new parameters by the old ones."""
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    for block in blocks:
+        for child, part in model.get_submodule(block.path).named_children():
+            if child in OWN_HEADS:
+                make_replicated(part, mesh, True, known, source)
+    for path in all_rows:
+        part = model.get_submodule(path)
+        AllRows(path, part, name_of(mesh), dim or 0)
+        make_replicated(part, mesh, False, known, source)
+    for part in own_rows:  # all else that is not sharded
+        make_replicated(part, mesh, True, known, source)
+    return known
 
 
 def _one_dimension(mesh: Group | None) -> Group | None:
