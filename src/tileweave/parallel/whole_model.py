@@ -86,7 +86,8 @@ def parallelize(
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (transformers' Phi-3 and GLM, any gated MLP that passes a trial); others are
-    refused, or take ``Colwise(parts=...)``. The state_dict keeps the names and shapes of ``model``.
+    refused, or take ``Colwise(parts=...)``. Stacked experts of transformers are sharded by expert:
+    tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
     ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
     Parameters
@@ -106,8 +107,8 @@ def parallelize(
         A dict gives a style for each pattern of module paths (``fnmatch``, such as
         ``"layers.*.wq"``): "colwise", "rowwise", "sequence_parallel" (its input is a part: own
         rows, heads or features, and gradients of its parameters are summed over ranks),
-        "replicated" (its input is whole), or a ``ParallelStyle`` of ``tileweave.parallel`` or
-        torch.
+        "replicated" (its input is whole), "experts", or a ``ParallelStyle`` of
+        ``tileweave.parallel`` or torch.
 
     sequence_parallel : bool
         False: activations between layers are the same on every rank, and each row-parallel layer
@@ -115,7 +116,8 @@ def parallelize(
         attention and MLP, and scattered after them, fused with the matmuls. The first block of a
         list (``ModuleList``, ``ModuleDict``, ``Sequential``) takes this rank's rows of its input,
         the output of the last one is gathered. Without such a list the model takes and returns this
-        rank's rows.
+        rank's rows. With the plan "auto", a module with layers that are not in the plan takes all
+        rows on every rank, which costs a gather; a warning has its path.
 
     sequence_dim : int
         With ``sequence_parallel``: the dimension of rows, 1 for activations [batch, sequence,
