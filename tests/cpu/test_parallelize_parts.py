@@ -247,3 +247,53 @@ def test_parts_that_would_be_wrong_are_named(world: World) -> None:
         for error, (_, named) in zip(errors, REFUSED.values(), strict=True):
             assert error.startswith("InputError: asked:") and named in error, (named, error)
             assert "remedy" in error
+
+
+class Two(nn.Module):
+    """A convolution over rows, in a module that returns two tensors of its rows, or takes two."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mix = kind, Convolution()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        y = self.mix(x)
+        return (y, 2 * y) if self.kind == "returns two" else y if other is None else y + other
+
+
+class Rows(nn.Module):
+    """A block whose forward takes other rows than those of one rank."""
+
+    def __init__(self, kind: str, mlp: nn.Module) -> None:
+        super().__init__()
+        self.kind, self.mlp, self.two = kind, mlp, Two(kind)
+        self.register_buffer("places", torch.ones(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.two(x, x) if self.kind == "takes two" else self.two(x)
+        if self.kind == "returns two":
+            y = y[1]
+        if self.kind == "all places":
+            y = y * self.places
+        return self.mlp(y)
+
+
+CALLS = {
+    "returns two": "layers.0.two with sequence_parallel=True, which returns something else",
+    "takes two": "layers.0.two with argument 1, of the shape of its input",
+    "all places": "layers.0 with sequence_parallel=True, whose forward raised RuntimeError",
+}
+
+
+def refused_calls(me: Member, kind: str) -> str:
+    part: Any = model()
+    part.layers = nn.ModuleList(Rows(kind, layer.mlp) for layer in part.layers)
+    tw.parallelize(part, sequence_parallel=True)
+    return refusal(part, torch.zeros(2, 6, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_other_rows_than_those_of_a_rank(world: World, kind: str) -> None:
+    """They were wrong, or an error of torch."""
+    for error in run_either(world, False, refused_calls, kind):
+        assert error.startswith(f"InputError: asked: {CALLS[kind]}"), error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import InputError, require
+from tileweave.nn.made_classes import make_class
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import input_of
+from tileweave.parallel.trial import FOREIGN, NOT_FOREIGN
 
 _LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
@@ -68,6 +71,33 @@ class OwnRows:
         return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
 
 
+class OwnRowsBlock(nn.Module):
+    """A block whose hidden states are this rank's rows: errors of its forward get its path."""
+
+    _rows_path: str
+
+
+@cache
+def _class_of(cls: Any) -> type:
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except FOREIGN as error:
+            if isinstance(error, NOT_FOREIGN):
+                raise
+            raise InputError(
+                f"asked: {self._rows_path} with sequence_parallel=True, whose forward raised "
+                f"{type(error).__name__}: {error}; allowed: a forward that takes the rows of one "
+                "rank, and no other tensor with all rows; remedy: pass sequence_parallel=False to "
+                "tileweave.parallelize"
+            ) from error
+
+    return make_class(cls, OwnRowsBlock, {"forward": forward}, _class_of)
+
+
 class AllRows:
     """The hooks of a module that takes the rows of all ranks, and of whose output each rank takes
     its own. A copy of the module has its own hooks."""
@@ -90,7 +120,7 @@ class AllRows:
         for name, other in (*enumerate(args), *kwargs.items()):
             require(
                 name == key or not isinstance(other, torch.Tensor) or other.shape != x.shape,
-                f"{self.path} with {name!r}, of the shape of its input, with "
+                f"{self.path} with argument {name!r}, of the shape of its input, with "
                 "sequence_parallel=True",
                 "one tensor with the rows of one rank, which are gathered for it",
                 "pass sequence_parallel=False to tileweave.parallelize",
@@ -144,6 +174,10 @@ def shard_rows(
             if check and not name.startswith(inside) and any(True for _ in part.parameters())
         ]
         OwnRows(blocks, watched, group_name, dim)
+        for path, block in blocks:
+            if not isinstance(block, OwnRowsBlock):
+                block.__class__ = _class_of(type(block))
+                block._rows_path = path  # type: ignore[assignment]
     for part in model.modules():
         if hasattr(type(part), "_can_record_outputs"):  # a model of transformers
             part.register_forward_pre_hook(_refuse_states, with_kwargs=True)
