@@ -74,11 +74,11 @@ class Counted(Attention):
 
 
 class Gated(Attention):
-    """A fourth layer takes the input, as in Qwen3-Next."""
+    """A fourth layer takes the input, as in Qwen3-Next, or one with a number for each head."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__(16, 4, 4, 4)
-        self.gate_proj = nn.Linear(16, 16)
+        self.gate_proj = nn.Linear(16, features)
         del self.q_norm
 
     def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
@@ -86,7 +86,8 @@ class Gated(Attention):
         q, k, v = (layer(hidden_states).reshape(*shape, -1, 4).transpose(1, 2) for layer in layers)
         y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
         # with rows gathered twice there would be as many numbers, of other heads
-        gate = self.gate_proj(hidden_states).reshape(*shape, -1, 4)
+        gate = self.gate_proj(hidden_states)
+        gate = gate.reshape(*shape, -1, gate.shape[-1] // y.shape[2])
         return self.o_proj((y * gate.sigmoid()).flatten(2))
 
 
@@ -140,7 +141,7 @@ class Separate(nn.Module):
 
 def changed(kind: str) -> Any:
     made: Any = model()
-    if kind == "gate":
+    if kind.startswith("gate"):
         made._tp_plan, made.config = GATED, SimpleNamespace()
     for layer in made.layers:
         if kind == "residual":
@@ -151,8 +152,8 @@ def changed(kind: str) -> Any:
             layer.mlp = Scaled()
         if kind in ("heads", "own heads"):
             layer.self_attn = Counted()
-        if kind == "gate":
-            layer.self_attn = Gated()
+        if kind.startswith("gate"):
+            layer.self_attn = Gated(4 if kind == "gate of heads" else 16)
         if kind == "norm between modules":
             layer.self_attn = Separate()
         if kind == "use of a child":
@@ -208,7 +209,7 @@ def right(me: Member, kind: str, sequence: bool) -> None:
     "kind",
     [
         *("names", "names, no plan", "own heads", "one module", "plan of the head", "gate"),
-        *("use of a child", "convolution"),
+        *("gate of heads", "use of a child", "convolution"),
     ],
 )
 def test_other_models(world: World, kind: str, sequence: bool) -> None:

@@ -298,10 +298,13 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
     columns = [name.removeprefix(f"{block.within}.") for name in block.columns]
     if class_path(module) in INTERLEAVED:
         head = 3 * head if head else None
+    of_heads = module.get_submodule(columns[0]).out_features
     for name in columns:
         features = module.get_submodule(name).out_features
+        # such as a gate with a number for each head
+        by_head = isinstance(head, int) and features * head == of_heads and features % size == 0
         require(
-            not isinstance(head, int) or features // size % head == 0,
+            not isinstance(head, int) or features // size % head == 0 or by_head,
             f"{block.taking}.{name}: {features} features, heads of {head}, over {size} ranks",
             "whole heads on every rank",
             "choose fewer ranks, or pass a plan without this attention",

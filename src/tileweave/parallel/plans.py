@@ -59,7 +59,7 @@ HAS_BY_HEAD = "local_params"
 LATENT = "mla_kv_a_proj"
 LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
 # Entries of Hugging Face plans for stacked experts and their parameters: see experts_of.
-STACKED = ("moe_tp_experts", "packed_colwise", "packed_rowwise")
+STACKED = ("moe_tp_experts", "packed_colwise", "packed_rowwise", "moe_identity_expert")
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
 WHOLE = (
     "colwise_gather_output",

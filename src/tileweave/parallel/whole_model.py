@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from fnmatch import fnmatchcase
 
 import torch
@@ -59,6 +60,7 @@ from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
 from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
 
+_LOG = logging.getLogger("tileweave")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 Styles = dict[str, str | ParallelStyle]
 
@@ -287,27 +289,22 @@ def _styles(
 
 
 def _without_experts(model: nn.Module, given: dict[str, str]) -> dict[str, str]:
-    """``given`` without the entries of transformers for experts and their parameters, and for
-    variants of the model."""
-    every = [
-        name
-        for path, module in model.named_modules()
-        if is_described(module)
-        for name in (path, *(f"{path}.{name}" for name in module._parameters))
-    ]
-    return {
-        pattern: style
-        for pattern, style in given.items()
-        if not any(fnmatchcase(path, pattern) for path in every)
-        and style != HAS_BY_HEAD  # other parameters of the module itself are refused
-        and (style not in STACKED or _matches(model, pattern))
-    }
-
-
-def _matches(model: nn.Module, pattern: str) -> bool:
-    """Whether ``pattern`` is of something in ``model``: plans are for its variants, too."""
-    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return any(fnmatchcase(name, pattern) for name in named)
+    """``given`` without the entries of transformers for stacked experts, of which some are
+    sharded by expert and others stay whole, and for parameters of attentions themselves."""
+    kept = {}
+    for pattern, style in given.items():
+        named = [(path, m) for path, m in model.named_modules() if fnmatchcase(path, pattern)]
+        if style in (*STACKED, HAS_BY_HEAD) and not any(isinstance(m, nn.Linear) for _, m in named):
+            for path, module in named if style == STACKED[0] else ():
+                if not is_described(module):
+                    _LOG.warning(
+                        "%s stays whole on every rank: use_experts_implementation of transformers "
+                        "does not describe it",
+                        path,
+                    )
+        else:
+            kept[pattern] = style
+    return kept
 
 
 def _recognised(
