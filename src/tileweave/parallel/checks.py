@@ -23,6 +23,7 @@ from tileweave.nn.shards import is_dtensor
 from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     ATTENTIONS,
+    COUNTED,
     INTERLEAVED,
     FusedLayer,
     check_parts,
@@ -42,7 +43,7 @@ from tileweave.parallel.plans import (
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
 from tileweave.parallel.trial import UNFIT, Tried
 
-KNOWN = (*ATTENTIONS, *INTERLEAVED)  # to be right with the heads of one rank
+KNOWN = (*ATTENTIONS, *INTERLEAVED, *COUNTED)  # to be right with the heads of one rank
 # Norms that mix rows.
 MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 

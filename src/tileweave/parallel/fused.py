@@ -27,6 +27,11 @@ ATTENTIONS = (
 # Attentions whose fused layer has the q, k and v of a head next to each other: an equal split gives
 # whole heads, and the forward takes their number from the shape.
 INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
+# Attentions whose forward takes the number of heads from ``num_heads``.
+COUNTED = (
+    "transformers.models.opt.modeling_opt.OPTAttention",
+    "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention",
+)
 # Linear layers that compute several projections: an equal split would mix their features.
 FUSED = (
     *("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "to_qkv"),
