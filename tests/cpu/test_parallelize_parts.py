@@ -154,6 +154,10 @@ def changed(kind: str) -> Any:
             layer.self_attn = Counted()
         if kind.startswith("gate"):
             layer.self_attn = Gated(4 if kind == "gate of heads" else 16)
+        if kind == "norms of each head":  # as in StableLM: zip() would take the first ones
+            layer.self_attn.q_norm = nn.Sequential(nn.ModuleList(nn.RMSNorm(4) for _ in range(4)))
+        if kind == "norm of [heads, features]":  # as in Cohere
+            layer.self_attn.q_norm = nn.RMSNorm((4, 4))
         if kind == "norm between modules":
             layer.self_attn = Separate()
         if kind == "use of a child":
@@ -225,6 +229,8 @@ REFUSED = {
     "scale": (False, "layers.0.mlp.scale itself"),
     "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
     "norm between modules": (False, "layers.0.self_attn.self.norm with parameters"),
+    "norms of each head": (False, "layers.0.self_attn.q_norm, a list of norms"),
+    "norm of [heads, features]": (False, "layers.0.self_attn.q_norm over (4, 4)"),
     "norm of all heads": (False, "layers.0.self_attn.q_norm over (16,)"),
     "names": (True, "layers.0.mlp.gate_proj, a Linear"),
     "convolution alone": (True, "layers.0.norm3, a Conv1d"),

@@ -262,9 +262,15 @@ _SAY = (
 
 def _check_norm_of_heads(path: str, norm: nn.Module, module: Any, block: Block) -> None:
     features = {getattr(module, name).out_features for name in block.columns if "." not in name}
+    require(
+        not any(isinstance(part, nn.ModuleList) for part in norm.modules()),
+        f"{path}, a list of norms",
+        "one norm, which each rank applies to its heads",
+        "pass a plan without this attention",
+    )
     for parameter in norm.parameters():
         require(
-            parameter.shape[-1:].numel() not in features
+            not features & {parameter.shape[-1:].numel(), parameter.numel()}
             or parameter.numel() == getattr(module, "head_dim", None),
             f"{path} over {tuple(parameter.shape)} features, those of all heads",
             "norms of one head each",

@@ -27,8 +27,11 @@ ATTENTIONS = (
 # Attentions whose fused layer has the q, k and v of a head next to each other: an equal split gives
 # whole heads, and the forward takes their number from the shape.
 INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
-# Attentions whose forward takes the number of heads from ``num_heads``.
+# Attentions whose forward takes the numbers of heads from attributes of these names.
+HEADS = ("num_heads", "num_key_value_heads")
 COUNTED = (
+    "transformers.models.stablelm.modeling_stablelm.StableLmAttention",
+    "transformers.models.whisper.modeling_whisper.WhisperAttention",
     "transformers.models.opt.modeling_opt.OPTAttention",
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention",
 )

@@ -41,6 +41,8 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
+    (("lin1",), "lin2"),
     (("self.query", "self.key", "self.value"), "output.dense"),  # BERT
     (("intermediate.dense",), "output.dense"),
 )

@@ -31,7 +31,7 @@ from tileweave.parallel.checks import (
 )
 from tileweave.parallel.data_parallel import refuse_ddp
 from tileweave.parallel.experts import experts_of, is_described
-from tileweave.parallel.fused import COUNTED, FusedLayer, class_path, split
+from tileweave.parallel.fused import COUNTED, HEADS, FusedLayer, class_path, split
 from tileweave.parallel.own_rows import AllRows, shard_rows
 from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
@@ -203,8 +203,9 @@ def parallelize(
     for block in blocks:
         module = model.get_submodule(block.path)
         by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
-        if class_path(module) in COUNTED:
-            module.num_heads //= size  # type: ignore[operator]
+        for count in HEADS if class_path(module) in COUNTED else ():
+            if hasattr(module, count):
+                setattr(module, count, getattr(module, count) // size)
         if by_head:
             shard_own(module, by_head, over, src_data_rank)
         if block.shares:
