@@ -139,6 +139,19 @@ class Separate(nn.Module):
         self.output.dense = nn.Linear(16, 16)
 
 
+class LookedUp(nn.Module):
+    """A gated MLP that needs to know its layer, as in Zamba2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(16, 48), nn.Linear(24, 16)
+        self.numbers = {0: 1}
+
+    def forward(self, x: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+        gate, up = (self.gate_up_proj(x) * self.numbers[layer]).chunk(2, -1)  # type: ignore[index]
+        return self.down_proj(silu(gate) * up)
+
+
 def changed(kind: str) -> Any:
     made: Any = model()
     if kind.startswith("gate"):
@@ -157,7 +170,9 @@ def changed(kind: str) -> Any:
         if kind == "norms of each head":  # as in StableLM: zip() would take the first ones
             layer.self_attn.q_norm = nn.Sequential(nn.ModuleList(nn.RMSNorm(4) for _ in range(4)))
         if kind == "norm of [heads, features]":  # as in Cohere
-            layer.self_attn.q_norm = nn.RMSNorm((4, 4))
+            layer.self_attn.q_norm = nn.RMSNorm([4, 4])
+        if kind == "looked up":
+            layer.mlp = LookedUp()
         if kind == "norm between modules":
             layer.self_attn = Separate()
         if kind == "use of a child":
@@ -229,6 +244,7 @@ REFUSED = {
     "scale": (False, "layers.0.mlp.scale itself"),
     "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
     "norm between modules": (False, "layers.0.self_attn.self.norm with parameters"),
+    "looked up": (False, "layers.0.mlp.gate_up_proj, which computes several projections"),
     "norms of each head": (False, "layers.0.self_attn.q_norm, a list of norms"),
     "norm of [heads, features]": (False, "layers.0.self_attn.q_norm over (4, 4)"),
     "norm of all heads": (False, "layers.0.self_attn.q_norm over (16,)"),

@@ -14,9 +14,10 @@ from tileweave.errors import InputError, require
 from tileweave.nn.made_classes import make_class
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import input_of
-from tileweave.parallel.trial import FOREIGN, NOT_FOREIGN
+from tileweave.parallel.trial import NOT_FOREIGN
 
 _LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
