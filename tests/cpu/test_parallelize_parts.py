@@ -157,6 +157,7 @@ def changed(kind: str) -> Any:
     if kind.startswith("gate"):
         made._tp_plan, made.config = GATED, SimpleNamespace()
     for layer in made.layers:
+        layer: Any
         if kind == "residual":
             layer.mlp = WithResidual(16, 24)
         if kind in ("names", "names, no plan"):
