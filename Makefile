@@ -29,7 +29,7 @@ else
 endif
 	@touch $@
 
-demo: venv ## show what the library does; needs no GPU
+demo: venv ## run, check and draw every operator; needs no GPU
 	$(BIN)/tileweave demo
 
 test: venv ## run the tests this machine can run; WORKERS= other than 2 processes, 0 for none (GPUs: one file at a time)

@@ -3,6 +3,7 @@ device.
 
     python examples/tensor_parallel_block.py          # 4 ranks, small: are the losses the same?
     python examples/tensor_parallel_block.py --bench  # GPUs: time against NCCL + cuBLAS
+    python examples/tensor_parallel_block.py --bench --fp8    # its layers, trained in FP8
 
 Between layers each rank has a part of the sequence: x [S/R, B, H]. Column-parallel layers gather it
 along the sequence (``all_gather_matmul``); then each rank has all tokens of its own heads, or of
@@ -19,19 +20,22 @@ import argparse
 import copy
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import tensor_parallel_fp8 as fp8
 import torch
 import torch.distributed as dist
+from tensor_parallel_rivals import OverlappedColumn, UnfusedColumn, UnfusedRow
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 import tileweave as tw
 from tileweave.bench.environment import WITHOUT_GPUS
+from tileweave.bench.prerequisites import file_for
 from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear, replicate
-from tileweave.ops.core import collectives, registry
 from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. In fp32 only the order of sums
@@ -179,83 +183,6 @@ def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]
 # --- The same block on collectives and matmuls, for comparison ---
 
 
-class _GatherMatmul(torch.autograd.Function):
-    """All-gather, then matmul. With ``overlap``, each matmul of backward runs concurrently with a
-    collective, as in Megatron-LM."""
-
-    @staticmethod
-    def forward(ctx, x, w, group, overlap):
-        ctx.save_for_backward(x, w)
-        ctx.group, ctx.overlap = group, overlap
-        return collectives.all_gather(x, group) @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        if not ctx.overlap:
-            gx = collectives.reduce_scatter(grad @ w, ctx.group)
-            return gx, grad.t() @ collectives.all_gather(x, ctx.group), None, None
-        gathered, gathering = collectives.begin_all_gather(x, ctx.group)
-        gx, scattering = grad @ w, None
-        wait(gathering)
-        gx, scattering = collectives.begin_reduce_scatter(gx, ctx.group)
-        gw = grad.t() @ gathered
-        wait(scattering)
-        return gx, gw, None, None
-
-
-class _MatmulScatter(torch.autograd.Function):
-    """Matmul, then reduce-scatter. Backward gathers the gradient first, because both of its matmuls
-    need it."""
-
-    @staticmethod
-    def forward(ctx, x, w, group):
-        ctx.save_for_backward(x, w)
-        ctx.group = group
-        return collectives.reduce_scatter(x @ w.t(), group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        gathered = collectives.all_gather(grad.contiguous(), ctx.group)
-        return gathered @ w, gathered.t() @ x, None
-
-
-def wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
-class UnfusedColumn(ColumnParallelLinear):
-    """The layer as an all-gather and a matmul."""
-
-    overlap = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _GatherMatmul.apply(
-            x.flatten(0, -2), self.weight.to_local(), group_of(self), self.overlap
-        )
-        return y.view(-1, *x.shape[1:-1], y.shape[-1])
-
-
-class OverlappedColumn(UnfusedColumn):
-    """The unfused layer, with collectives and matmuls of backward running concurrently."""
-
-    overlap = True
-
-
-class UnfusedRow(RowParallelLinear):
-    """The layer as a matmul and a reduce-scatter."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _MatmulScatter.apply(x.flatten(0, -2), self.weight.to_local(), group_of(self))
-        return y.view(-1, *x.shape[1:-1], y.shape[-1])
-
-
-def group_of(layer: ColumnParallelLinear | RowParallelLinear) -> dist.ProcessGroup:
-    return registry.group_of(layer.group_name)
-
-
 def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, float]]:
     """Time forward + backward of all variants, interleaved: median of the slowest rank in
     microseconds, and the difference of results."""
@@ -328,7 +255,51 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9"
     )
+    training = parser.add_argument_group("--bench --fp8: pairs of layers, trained in FP8 and bf16")
+    training.add_argument("--fp8", action="store_true", help="all cases, or those of --tokens")
+    training.add_argument("--only", default="", help="cases whose name matches this expression")
+    training.add_argument(
+        "--seconds", type=float, default=900.0, help="begin no case after that; default: 900"
+    )
+    training.add_argument("--graph", action="store_true", help="time steps in a CUDA graph")
+    training.add_argument("--fast", action="store_true", help="with fast_accum=True")
+    training.add_argument("--json", type=Path, help="the file to write all times to")
     return parser.parse_args()
+
+
+def fp8_options(given: argparse.Namespace, on_gpu: bool, ranks: int) -> fp8.Options:
+    """The options of ``--fp8``, whose cases fit the number of ranks."""
+    unused = [name for name in ("sequence", "hidden", "dtype") if getattr(given, name) is not None]
+    require(
+        given.bench and not unused,
+        "--fp8 " + " ".join(f"--{name}" for name in unused or ("without --bench",)),
+        "--bench --fp8 with --tokens, --only, --repeats, --seconds, --graph, --fast, --json",
+        "drop what it has no use for, or add --bench",
+    )
+    require(
+        given.repeats > 0 and (given.tokens is None or given.tokens > 0),
+        f"{given.repeats} repeats, {given.tokens} tokens",
+        "1 or more",
+        "ask for more",
+    )
+    file_for(given.json)
+    tokens = () if given.tokens is None else (given.tokens,)
+    options = fp8.Options(
+        tokens, given.only, given.repeats, given.seconds, given.graph, given.fast, given.json
+    )
+    cases = options.cases(on_gpu)
+    require(bool(cases), f"--only {given.only}", "a part of a case's name", "drop --only")
+    for case in cases:
+        sizes = (*case.shapes(ranks)[0], *case.shapes(ranks)[1])
+        require(
+            case.model.kv_heads % ranks == 0
+            and case.tokens % ranks == 0
+            and all(size % 16 == 0 for size in sizes),
+            f"{case.name} over {ranks} ranks",
+            "the same tokens and key heads on each rank, and multiples of 16 features",
+            "change --ranks or --tokens",
+        )
+    return options
 
 
 def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
@@ -398,6 +369,10 @@ def report(found: dict[str, dict[str, float]], dtype: str) -> bool:
 def main() -> int:
     given, kind = arguments(), default_device_type()
     size = default_world_size(kind, given.ranks)
+    if given.fp8:
+        options = fp8_options(given, kind == "cuda", size)
+        times = launch(fp8.bench, options, world_size=size, device_type=kind)
+        return 0 if times is None or fp8.show(times) else 1
     sizes = sizes_of(given, kind == "cuda", size)
     place = f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {sizes}"
     if given.bench:

@@ -25,7 +25,7 @@ from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_reduce import collective
 from tileweave.kernels.all_reduce.norm import norm_quantize_launcher
-from tileweave.kernels.quantize import quantize_launcher
+from tileweave.kernels.quantize import columns_launchers, quantize_launcher
 from tileweave.kernels.reduce_scatter import hopper as scatter_hopper
 from tileweave.kernels.reduce_scatter import triton as scatter_plain
 from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
@@ -62,6 +62,22 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool, powers:
 def test_the_quantiser_keeps_long_rows_in_registers() -> None:
     compiled = quantizer(53248, False)
     assert compiled.spills is not None and compiled.spills <= 192, compiled.spills
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_columns_are_read_and_stored_16_bytes_at_a_time(whole: bool) -> None:
+    x, data = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(4096, 64, dtype=torch.uint8)
+    count = 1 if whole else 4096
+    greatest, scale = torch.zeros(count, dtype=torch.int32), torch.empty(count)
+    find, turn = columns_launchers(64, 4096, 64, whole)
+    found = compile_one(lambda: find(x, greatest), TARGET)
+    turned = compile_one(lambda: turn(x, greatest, data, scale), TARGET)
+    for compiled in (found, turned):
+        assert compiled.spills == 0 and compiled.registers is not None
+        assert compiled.registers <= 128 and "ld.global.v4" in (compiled.ptx or "")
+    assert "relaxed.max.s32" in (found.ptx or "")
+    assert "st.global.v4" in (turned.ptx or "")
+    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", turned.ptx or "")
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["row", "block"])

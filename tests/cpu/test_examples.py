@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,12 +93,67 @@ def test_the_block_as_a_benchmark() -> None:
     assert WITHOUT_GPUS in output
 
 
+def test_fp8_training_as_a_benchmark(tmp_path: Path) -> None:
+    """Times mean nothing here; results and gradients of all variants are compared with fp32."""
+    path = tmp_path / "times.json"
+    words = "--bench --fp8 --ranks 2 --repeats 1 --only attention --json"
+    output = run_example("tensor_parallel_block.py", *words.split(), str(path), on_gpu=False)
+    (case,) = json.loads(path.read_text("utf-8"))["cases"]
+    assert len(case["times"]) == 16 and len(case["errors"]) == 13
+    assert max(case["errors"].values()) < 1e-2 and "WRONG" not in output
+    assert "FP8" in case["plans"]["rowwise"][0] and len(case["plans"]["bf16"]) == 2
+    assert output.count("rowwise_with_gw_hp") >= 1 and WITHOUT_GPUS in output
+
+
+def errors_of_a_wrong_layer(me: Member, factor: float) -> dict[str, float]:
+    """What the bench of FP8 training finds where one rank's gradient of a weight is wrong."""
+    sys.path.insert(0, str(EXAMPLES))
+    import tensor_parallel_fp8 as fp8
+
+    member = SimpleNamespace(
+        device=me.device, group=dist.group.WORLD, rank=me.rank, world_size=me.world_size
+    )
+    case = fp8.Case("tiny-mlp-m16", fp8.TINY["tiny"], "mlp", 16)
+    column, row = fp8.layers_of("bf16", False, member)["nccl bf16"]
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+            return w.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * (factor if me.rank == 1 else 1.0)
+
+    def wrong(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return row(x, Wrong.apply(w))
+
+    found = fp8.Pair(case, member, 0).errors("bf16", {"a": (column, row), "b": (column, wrong)})
+    entry = {"name": "b", "errors": found, "right": False, "times": {}}
+    report = {"environment": {}, "graph": False, "world_size": 2, "skipped": []}
+    assert not fp8.show({**report, "device_type": "cuda", "cases": []})
+    assert not fp8.show({**report, "device_type": "cuda", "cases": [entry]})
+    assert "Infinity" not in fp8.as_json({"cases": [entry]})
+    assert fp8.said(entry).startswith("WRONG: b ")
+    return found
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.5, 0.5), (math.nan, math.inf)])
+def test_the_benchmark_of_fp8_training_finds_wrong_gradients(
+    worlds: Worlds, factor: float, told: float
+) -> None:
+    for found in worlds("gloo", 2).run(errors_of_a_wrong_layer, factor):
+        assert found["a"] < 1e-2 and found["b"] == pytest.approx(told, rel=1e-2)
+
+
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
     """The example compares, so it must report a different scale on one device."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
     assert "WRONG" not in run_example(
         "tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False
     )
+    for name in ("tensor_parallel_fp8.py", "tensor_parallel_rivals.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
     broken = tmp_path / "broken.py"
     broken.write_text(
         text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8"
@@ -111,6 +167,10 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
         "tensor_parallel_block.py --hidden 63",
         "tensor_parallel_block.py --tokens 0",
         "tensor_parallel_block.py --sequence 0",
+        "tensor_parallel_block.py --fp8",
+        "tensor_parallel_block.py --bench --fp8 --hidden 64",
+        "tensor_parallel_block.py --bench --fp8 --only no-such-case",
+        "tensor_parallel_block.py --bench --fp8 --ranks 3",
         "dlrm.py 0",
         "moe_layer.py --steps 0",
         "neighbour_exchange.py many",

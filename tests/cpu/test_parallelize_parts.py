@@ -156,8 +156,8 @@ def changed(kind: str) -> Any:
     made: Any = model()
     if kind.startswith("gate"):
         made._tp_plan, made.config = GATED, SimpleNamespace()
-    for layer in made.layers:
-        layer: Any
+    layers: Any = made.layers
+    for layer in layers:
         if kind == "residual":
             layer.mlp = WithResidual(16, 24)
         if kind in ("names", "names, no plan"):

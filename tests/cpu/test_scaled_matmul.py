@@ -215,6 +215,25 @@ def test_quantized_norms(worlds: Worlds) -> None:
     worlds("gloo", 2).run(quantized_norms)
 
 
+def after_inference(me: Member) -> None:
+    """The first call of a size makes memory that later ones write to, in other modes, too."""
+    config = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
+    x, w = numbers((2 * me.world_size, 160), me.rank).bfloat16(), numbers((48, 160)).bfloat16()
+    w8, w_scale = _in_torch(w, "row")
+    scaled: dict[str, Any] = {"w_scale": w_scale, "quantize": "row"}
+    for op, (of_w, more) in product((RS, AR), ((w8, scaled), (w, {}))):
+        with choices.forced(op, config):
+            with torch.inference_mode():
+                first = getattr(tw, op)(x, of_w, **more)
+            for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+                with mode():
+                    assert torch.equal(getattr(tw, op)(x, of_w, **more), first), (op, mode)
+
+
+def test_calls_after_inference_mode(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(after_inference)
+
+
 def more_dimensions(me: Member) -> None:
     """x [B, s, K] gathered or scattered along either dimension."""
     size = me.world_size
@@ -279,7 +298,14 @@ def refusals(me: Member) -> None:
         ((x.bfloat16(), w), {"w_scale": w_scale, "quantize": "col"}, "'row', 'block', 'rowwise'"),
         ((x, w), {}, "pass x_scale"),
         ((x, w.t().contiguous().t()), right, "along K"),
+        ((x, w), right | {"fast_accum": "no"}, "True or False"),
     ]
+    # 16-bit operands: what is asked of FP8 ones is not left out
+    plain = x.bfloat16(), w.bfloat16()
+    asked = {"quantize": "row"}, {"quantize": "block"}, {"fast_accum": True}
+    bad += [(plain, more, "float8_e4m3fn") for more in asked]
+    bad += [(plain, {"quantize": name}, "'rowwise'") for name in ("rowise", 1)]
+    bad += [(plain, {"out_dtype": torch.float16}, "FP8 operands only")]
     for op in (AG, RS, AR):
         for (a, b), more, text in bad:
             with pytest.raises(InputError, match=text):

@@ -3,8 +3,9 @@ numbers, worked out here without the code under test."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.worlds import Member, Worlds
+from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
 from tileweave.errors import InputError, UnsupportedError
@@ -165,6 +167,83 @@ def test_every_gradient(worlds: Worlds, op: str, size: int) -> None:
     worlds("gloo", size).run(every_gradient, op)
 
 
+def placed(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The numbers of t with other strides, or where no 16 bytes begin."""
+    if how == "turned":
+        return t.t().contiguous().t()
+    if how == "gaps":
+        wide = torch.full((t.shape[0], t.shape[1] + 8), float("nan"), dtype=t.dtype)
+        return wide[:, : t.shape[1]].copy_(t)
+    memory = torch.empty(t.numel() + 3, dtype=t.dtype)[3 if how == "offset" else 0 :]
+    return memory[: t.numel()].view(t.shape).copy_(t)
+
+
+def called(how: str, case: Case, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The result of a case by one of :data:`WAYS`."""
+
+    def call(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return getattr(tw, case.op)(x, w, bias, quantize=case.recipe)
+
+    if how == "compile":
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    if how.startswith("checkpoint"):
+        reentrant = how.endswith("reentrant")
+        return checkpoint(call, *given.values(), use_reentrant=reentrant)
+    if how == "3d":
+        return call(given["x"].reshape(case.rows, 1, -1), given["w"], given["bias"]).flatten(0, 1)
+    return call(*given.values())
+
+
+WAYS = ("plain", "accumulate", "compile", "checkpoint", "checkpoint reentrant", "retain", "3d")
+PLACES = ("plain", "turned", "gaps", "offset")
+
+
+def drawn(me: Member, first: int, count: int) -> None:
+    """Random calls: sizes, strides, dtypes, what needs a gradient, and the ways to call."""
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        op, rows = draw.choice(OPS), draw.choice((1, 2, 3, 5, 7, 16, 17))
+        rows *= me.world_size if op == RS else 1
+        cols, depth = draw.choice((16, 48, 144)), draw.choice((16, 32, 144))
+        dtype = draw.choice((torch.bfloat16, torch.float16))
+        case = Case(op, draw.choice(RECIPES), rows, cols, depth, dtype)
+        needs = draw.choice(("xwb", "x", "w", "b", "xw", "wb", "xb"))
+        how, places = WAYS[seed % len(WAYS)], draw.choices(PLACES, k=3)
+        told = f"seed {seed}: {case}, {how}, {needs}, {places}"
+        given = operands(case, me.rank, seed)
+        for name, place in zip(("x", "w", "bias"), [*places[:2], "plain"], strict=True):
+            given[name] = placed(given[name], place).requires_grad_(name[0] in needs)
+        grad = placed(gradient(case, me.rank, me.world_size, seed), places[2])
+        times = 1
+        with ExitStack() as stack:
+            stack.enter_context(quantised_by_torch())
+            for one in OPS if draw.random() < 0.5 else ():
+                stack.enter_context(choices.forced(one, None))
+            y = called(how, case, given)
+            y.backward(grad, retain_graph=how == "retain")
+            if how in ("accumulate", "retain"):
+                (called(how, case, given) if how == "accumulate" else y).backward(grad)
+                times = 2
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    assert torch.equal(called("plain", case, given), y.detach()), told
+        wanted = expected(case, me.world_size, me.rank, seed)
+        found = [y.detach(), *(t.grad for t in given.values())]
+        for name, got, want in zip("yxwb", found, wanted, strict=True):
+            if name != "y" and name not in needs:
+                assert got is None, f"{told}: gradient of {name}"
+                continue
+            assert got is not None and got.dtype == dtype, f"{told}: {name}"
+            error = apart(got.double() / (1 if name == "y" else times), want, (None,))
+            assert error < 2e-2, f"{told}: {name}, error {error:.1e}"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_calls(worlds: Worlds, size: int) -> None:
+    worlds("gloo", size).run(drawn, 100 * size, 14)
+
+
 def exact(me: Member) -> None:
     """Of numbers that FP8 has, results and gradients are those of 16-bit operands."""
     for op, recipe in zip(OPS, (ROWWISE, HIGH, ROWWISE), strict=True):
@@ -233,6 +312,31 @@ def powers(me: Member) -> None:
         assert torch.equal(torch.exp2(torch.log2(finite).round()), finite), kind
 
 
+def turned(me: Member) -> None:
+    """The kernels that quantise and turn, and torch, agree: any number of rows, one scale or one
+    for each column, NaN and infinity."""
+    for rows, cols, dtype in ((5, 48, torch.bfloat16), (130, 144, torch.float16)):
+        x = numbers((rows, cols), torch.float32, rows) * torch.exp2(torch.arange(cols) % 9 - 5.0)
+        x = x.to(dtype)
+        x[:, 1], x[2, 3], x[3, 5], x[4, 7] = 0, float("nan"), float("-inf"), -448.0
+        for whole in (False, True):
+            finite = x.nan_to_num(1.0, 2.0, 3.0) if whole else x
+            data, scale = quantize.quantize_columns(finite, whole)
+            with quantised_by_torch():
+                found = quantize.quantize_columns(finite, whole)
+            want, wide = quantize._in_torch(
+                finite if whole else finite.t(), "tensor" if whole else "row", powers=True
+            )
+            want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
+            for a, b in ((data, scale), found):
+                assert torch.equal(b.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0))
+                assert torch.equal(a.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, whole)
+
+
+def test_columns_are_quantised_in_turned_order(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(turned)
+
+
 def test_scales_are_powers_of_two(worlds: Worlds) -> None:
     worlds("gloo", 1).run(powers)
 
@@ -245,6 +349,7 @@ def refusals(me: Member) -> None:
         ((x, w[:12]), {}, "multiples of 16"),
         ((x, w), {"out_dtype": torch.float16}, "out_dtype"),
         ((x, w), {"w_scale": torch.ones(1)}, "w_scale"),
+        ((x, w), {"fast_accum": "no"}, "True or False"),
         ((x, w), {"out": torch.zeros(4, 16).bfloat16()}, "out="),
     ]
     for op, (given, more, text) in product(OPS, bad):

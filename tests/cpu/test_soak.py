@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tileweave.commands.soak import Fault, Report, Soak, Wish, different, soak
+from tileweave.commands.soak import SECONDS, Fault, Report, Soak, Wish, different, soak
 from tileweave.launcher import Member, launch
 
 
@@ -50,6 +50,15 @@ def test_soak_tells_of_a_killed_rank() -> None:
         ("kill", 1, True)
     ], report
     assert report.faults[0].seen[0].startswith("PeerTimeout"), report
+
+
+@pytest.mark.timeout(150)
+def test_soak_tells_of_a_stop_that_is_longer_than_a_wait_may_last() -> None:
+    report = soak("cpu", 2, Wish(0, 1.0, 4, 8, ("stop",), 0.0))
+    (fault,) = report.faults
+    assert fault.kind == "stop" and fault.seconds > 2 * SECONDS, "choose another seed"
+    assert fault.told and fault.seen[0].startswith("PeerTimeout"), report
+    assert fault.waited >= SECONDS and report.right, report
 
 
 def test_soak_judges_faults_and_growth() -> None:

@@ -166,16 +166,21 @@ def tangents(me: Member) -> list[str]:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x)
         found = [refusal(tw.all_gather_matmul, dual, w), refusal(layer, dual)]
-        return [*found, refusal(tw.all_gather_matmul, x, w)]
+        found.append(refusal(tw.all_gather_matmul, x, w))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return tw.all_gather_matmul(x, w)
+
+    found.append(refusal(torch.func.jvp, call, (x,), (x,)))
+    turned = refusal(torch.func.jvp, lambda y: call(x) * y, (torch.ones(1),), (torch.ones(1),))
+    return [*found, turned]
 
 
 def test_forward_mode_is_refused(world: World) -> None:
-    for first, second, plain in world.run(tangents):
-        assert (
-            first.startswith("UnsupportedError")
-            and second.startswith("UnsupportedError")
-            and plain == ""
-        )
+    for first, second, plain, transformed, elsewhere in world.run(tangents):
+        refused = first, second, transformed
+        assert all(error.startswith("UnsupportedError") for error in refused), refused
+        assert plain == "" and elsewhere == "", (plain, elsewhere)
 
 
 def dtypes_under_autocast(me: Member) -> list[torch.dtype]:

@@ -38,3 +38,22 @@ def test_any_number_of_rows(of_x: str, of_w: str, fast: bool) -> None:
             error = float((y.double() - want).norm() / want.norm())
             assert y.shape == want.shape and error < 8e-3, f"{rows} rows: {error:.1e}"
         assert y is out
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_columns_are_quantised_as_by_torch(whole: bool) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with FP8")
+    from tileweave.ops.matmul.quantize import _in_torch, quantize_columns
+
+    torch.manual_seed(0)
+    for rows, cols in ((5, 48), (130, 272), (2048, 4096), (1000, 14336)):
+        x = torch.randn(rows, cols, device="cuda").bfloat16()
+        x *= torch.exp2(torch.arange(cols, device="cuda") % 9 - 5.0)
+        if not whole:
+            x[:, 1], x[2, 3], x[3, 5] = 0, float("nan"), float("-inf")
+        data, scale = quantize_columns(x, whole)
+        want, wide = _in_torch(x if whole else x.t(), "tensor" if whole else "row", powers=True)
+        want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
+        assert torch.equal(scale.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0)), (rows, cols)
+        assert torch.equal(data.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, cols)

@@ -29,16 +29,27 @@ def sanitize():
 
 
 def test_reports_are_counted(sanitize) -> None:
-    clean, wrong = (sanitize.read("memcheck", "tests/gpu", text) for text in (CLEAN, WRONG))
+    run = sanitize.Run("memcheck", "tests/gpu", "test_a.py")
+    clean, wrong = (sanitize.read(run, text) for text in (CLEAN, WRONG))
     assert (clean.wrong(set()), clean.summaries, clean.tests) == (0, 1, "4 passed in 12.30s")
+    assert clean.ended
     assert (wrong.wrong(set()), wrong.summaries) == (5, 2)
-    assert sanitize.read("memcheck", "tests/gpu", "killed").summaries == 0
+    assert sanitize.read(run, f"== {CLEAN}").tests == "4 passed in 12.30s"
+    assert not sanitize.read(run, "killed").ended
+    assert not sanitize.read(run, "4 passed in 12.30s").ended  # the tool looked at nothing
 
 
-def test_races_count_outside_of_gluon_kernels(sanitize) -> None:
-    found = sanitize.read("racecheck", "tests/gpu", RACE)
-    assert found.hazards == {"a_kernel": 1} and found.summaries == 1
-    assert found.wrong(set()) == 1 and found.wrong({"a_kernel"}) == 0
+def test_races_count_in_triton_kernels_of_the_package(sanitize) -> None:
+    found = sanitize.read(sanitize.Run("racecheck", "tests/gpu", "test_a.py"), RACE)
+    assert found.hazards == {"a_kernel": 1} and found.ended
+    assert found.wrong({"a_kernel"}) == 1 and found.wrong({"another_kernel"}) == 0
+
+
+def test_every_test_file_is_a_run_of_each_tool(sanitize) -> None:
+    todo = sanitize.runs(list(sanitize.TOOLS), list(sanitize.SUITES))
+    files = {f"{run.suite}/{run.file}" for run in todo}
+    there = {str(path.relative_to(sanitize.ROOT)) for path in sanitize.ROOT.glob("tests/multi/t*")}
+    assert there < files and len(todo) == len(sanitize.TOOLS) * len(files)
 
 
 def test_kernels_are_known(sanitize) -> None:

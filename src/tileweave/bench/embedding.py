@@ -6,7 +6,7 @@ torch            ``F.embedding_bag`` over one concatenated table, NCCL all-to-al
 lookup+a2a+cat   the lookup kernel of tileweave, NCCL all-to-all, ``cat``: the rest of the gain is
                  layout and overlap
 lookup+a2a       the same without ``cat``: without the gain of the layout
-lookup           alone; so are ``a2a``, ``cat`` and ``F.embedding_bag``
+lookup           the lookup kernel alone; also timed alone: ``a2a``, ``cat``, ``F.embedding_bag``
 ===============  ==================================================================================
 
 Lower bounds: bytes of rows read at 4.2 TB/s, bytes sent to peers at 350 GB/s. Gains as differences
@@ -156,7 +156,7 @@ class EmbeddingRivals:
         return tw.embedding_bag(self.tables, indices, offsets, out=self.pooled)
 
     def embedding_bag(self) -> None:
-        """Results sorted by table: the copy into sample-major order is left out, in favour of this
+        """Results sorted by table. The copy into sample-major order is left out, which favours this
         rival."""
         for (flat, offsets), table in zip(self._next()[2], self.whole.values(), strict=True):
             torch.nn.functional.embedding_bag(
@@ -208,10 +208,10 @@ class EmbeddingRivals:
         return slowest[0] * 1e6, slowest[1] * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error on this rank of three calls; regions are filled with NaN
-        before.
+        """Collective: the largest relative error of three calls on this rank.
 
-        The first samples of each rank's share are compared; all values must be finite.
+        Regions are filled with NaN before each call. Compared are the first samples that each rank
+        sends; all values must be finite.
         """
         seen = [self._error_of_a_call() for _ in range(3)]
         return math.inf if any(math.isnan(e) for e in seen) else max(seen)

@@ -2,20 +2,19 @@
 
 ==========  =====================================================================================
 tileweave   the public operator, with the routing plan given
-routed      the same from ids: the plan is made in the call (dispatch only)
+routed      the same, given expert ids: the call makes the plan (dispatch only)
 unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and the
             permutations that are needed: rows taken by index on both sides, a top-k weighted sum
             after a combine. In a graph sizes are bounds, so rows are padded
 gathered    the same on an NCCL all-gather of tokens, or on top-k sums of local rows and an NCCL
             reduce-scatter
-no order    as unfused, without taking rows by index: a wrong result, but the most that the best
-            layout could save
+no order    as unfused, without taking rows by index. The result is wrong; the time shows the most
+            that a better layout could save
 matmul      torch._grouped_mm alone
 ==========  =====================================================================================
 
-Lower bound: bytes of tokens, once per rank that has an expert of them, at 350 GB/s, on the rank
-that sends or receives most. The limit is that or the matmul of the rank with most rows; under skew
-it is what the busiest rank needs.
+Lower bound: the longer of two times. Links: each token once to each rank that has an expert for it,
+at 350 GB/s, on the rank that sends or receives most. Matmul: that of the rank with most rows.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class ExpertRivals:
         return worst(busier * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error of sampled rows of this rank, over all routings.
+        """Collective: the largest relative error of sampled rows of this rank, over all routings.
 
         Of the operator and of both rivals.
         """

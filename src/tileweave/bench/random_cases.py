@@ -6,14 +6,14 @@ alone: the same cases on every machine, and the first N of a longer run. Sizes a
 a logarithmic scale where small and large ones matter alike.
 
 =================  ================================================================================
-matmuls            M from 1 to 2^13.5 rows (matmul_all_reduce: 2^14), even except for
-                   matmul_all_reduce; N and K multiples of 64 from 512 to 28,672, halved where
-                   M N K is above 2^42; in a CUDA graph up to 1024 rows
+matmuls            M from 1 to 2^13.5 rows, an even number (matmul_all_reduce: to 2^14, any
+                   number); N and K multiples of 64 from 512 to 28,672, halved where M N K is above
+                   2^42; in a CUDA graph up to 1024 rows
 experts            1 to 8,192 tokens per rank; hidden size 1,024 to 8,192 and width 512 to 14,336 in
                    steps of 64; 8 to 384 experts in steps of 8; k from 1 to 8; every second case
                    chooses experts uniformly, the others by Zipf's law with an exponent of up to
-                   1.5. Narrower experts, or fewer tokens, where memory or time would not do; in a
-                   CUDA graph up to 128 tokens
+                   1.5. Narrower experts, or fewer tokens, where memory or time would not
+                   suffice; in a CUDA graph up to 128 tokens
 embedding bags     64 to 131,072 samples, 1 to 32 tables per rank of 1,024 to 4 million rows and
                    32 to 256 columns, bags of 1 to 64 rows; fp32 or bf16. Fewer rows or samples
                    where memory would not do; in a CUDA graph up to 8,192 samples, or bags of one

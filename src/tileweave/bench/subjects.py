@@ -177,8 +177,8 @@ class AllGatherMatmul(_Matmul):
         return record(operands.x, operands.w, operands.bias, group=group)
 
     def start(self, operands: Operands, group: dist.ProcessGroup) -> Callable[[], Recording]:
-        """Queue :meth:`record`; what it returns waits for the device. Only where a kernel stamps
-        its tiles."""
+        """Queue :meth:`record` without a wait for the device; the function that it returns waits.
+        Only operators whose kernel stamps its tiles have this method."""
         return start_record(operands.x, operands.w, operands.bias, group=group)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
@@ -456,7 +456,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def worst_of(values: Iterable[float]) -> float:
-    """The largest; NaN counts as infinity."""
+    """The largest value; NaN counts as infinity."""
     return max(math.inf if math.isnan(value) else value for value in values)
 
 

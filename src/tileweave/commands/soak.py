@@ -8,12 +8,14 @@ compared for all.
 
 Delays are planted all the time. Faults are planted on request, on one rank while all make a move:
 
-``stop``    its process is stopped, now and then for longer than a wait may last
+``stop``    it stops before one of the calls, now and then for longer than a wait may last
 ``starve``  its process gets a small part of its time; on a GPU its device also has other work
 ``kill``    its process is killed; then a new world goes on
 
-A fault is *told* if every other rank gets the right result, or one of our errors in time. After an
-error all ranks close their workspaces and make the move again, until it is right.
+A fault is *told* if every other rank gets the right result, or one of our errors in time; a stop
+that is longer than a wait may last, only with an error. Stops and kills hit fused calls: torch's
+collectives wait for as long as torch's own time-out. After an error all ranks close their
+workspaces and make the move again, until it is right.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import tempfile
 import time
@@ -43,7 +46,9 @@ from tileweave.launcher import DeviceType, Member, RankFailure, launch
 
 FAULTS = ("stop", "starve", "kill")
 SECONDS = 3.0  # TILEWEAVE_TIMEOUT of a soak
-_SLACK = 2.0  # seconds after the time-out until which an error must come
+# seconds from the first call of a move until which an error must come
+_IN_TIME = 1.2 * SECONDS + 2.0
+_THREADS = 4  # of the CPU per rank, for exact results of GPUs
 _REPEATS, _REPEATS_ON_GPU = 3, 12  # calls of a move, eager ones and replays alike
 _SLEEPY, _LONGEST = 0.2, 2e-3  # fraction of calls before which a rank sleeps; for how long at most
 _ATTEMPTS = 8  # of a move, after faults
@@ -56,9 +61,11 @@ _MORE_MEMORY = 0.05  # fraction by which memory may grow after that
 class Wish:
     """What the user asks for.
 
-    calls : moves; 0: as many as the time permits. seconds : of all worlds. shapes : how many shapes
-    are drawn, over all operators. faults : kinds, of :data:`FAULTS`; one of them is planted every
-    ``every`` seconds.
+    calls : how many moves; 0: as many as the time permits.
+    seconds : how long all worlds together may last.
+    shapes : how many shapes are drawn, of all operators together.
+    faults : kinds of faults, see :data:`FAULTS`.
+    every : seconds between two faults.
     """
 
     calls: int
@@ -84,8 +91,11 @@ class Fault:
 
 @dataclass
 class Report:
-    """The counts of a soak over all worlds. ``footprint``: (calls, descriptors, maps, MiB) of rank
-    0, as time goes by, in one world; from ``settled`` calls on it must not grow."""
+    """The counts of a soak over all worlds.
+
+    ``footprint``: (calls, descriptors, maps, MiB) of rank 0 at several times in one world. After
+    ``settled`` calls it must not grow.
+    """
 
     world_size: int
     seed: int
@@ -102,7 +112,7 @@ class Report:
 
     @property
     def growth(self) -> str:
-        """What did not stay flat after the first calls; "": all did."""
+        """Which parts of the footprint grew after the first calls; "" if none did."""
         late = [each for each in self.footprint if each[0] >= self.settled]
         if len(late) < 2:
             return ""
@@ -170,7 +180,8 @@ class Soak:
             seen = _MOVES_OF_A_SHAPE * wish.shapes * self.repeats
             report.settled = max(_SETTLED, seen)
         self.counts: Counter[str] = Counter()
-        self.began = self.fault_at = time.monotonic()
+        self.stop: tuple[int, float] | None = None  # in how many calls to stop, and for how long
+        self.began = self.fault_at = self.called_at = time.monotonic()
 
     def run(self, seconds: float) -> Report:
         """Moves until time is up, the calls are made, or a rank is killed."""
@@ -213,12 +224,12 @@ class Soak:
     def _until_right(self, move: Move, fault: Fault | None) -> None:
         """Make a move; after errors close and make it again."""
         for _ in range(_ATTEMPTS):
-            said, wrong, began = "", [], time.monotonic()
+            said, wrong = "", []
             try:
                 wrong = self._make(move)
             except TileweaveError as error:
                 said = f"{type(error).__name__}: {error}"[:300]
-            mine = Attempt(said, time.monotonic() - began, wrong)
+            mine = Attempt(said, time.monotonic() - self.called_at, wrong)
             everyone = [mine] * self.member.world_size
             dist.all_gather_object(everyone, mine, group=self.control)
             self._note(move, fault, everyone)
@@ -252,6 +263,7 @@ class Soak:
             operands.out_shape, move.dtype, self.member.device
         )
         results = []
+        self.called_at = time.monotonic()
         for _ in range(self.repeats):
             self._sleep()
             results.append(subject.call(operands, group, blank() if move.into else None)[0])
@@ -288,6 +300,12 @@ class Soak:
         return found
 
     def _sleep(self) -> None:
+        """What comes before a call: often nothing, now and then a delay, or the planted stop."""
+        if self.stop is not None:
+            calls, seconds = self.stop
+            self.stop = (calls - 1, seconds) if calls else None
+            if not calls:
+                _stop_here(seconds)
         if self.own.random() < _SLEEPY:
             length = self.own.random() * _LONGEST
             if self.own.random() < 0.5:
@@ -311,21 +329,28 @@ class Soak:
         victim = self.shared.randrange(self.member.world_size)
         seconds = self.shared.choice((0.3, 0.8, 2.5)) * SECONDS if kind == "stop" else 1.5
         fault = Fault(kind, victim, seconds)
-        helper = _disturb(kind, seconds) if victim == self.member.rank else None
-        began = time.monotonic()
-        while self._all(time.monotonic() - began < seconds, any_rank=True):
-            self._until_right(self._draw(), fault)
-        if helper is not None:
-            helper.wait()
+        suffers = victim == self.member.rank
+        if kind == "stop":
+            move = self._draw_warm()
+            replayed = self.member.on_gpu and move.into
+            before = self.shared.randrange(self.repeats * (1 + replayed))
+            self.stop = (before, seconds) if suffers else None
+            self._until_right(move, fault)
+        else:
+            began, helper = time.monotonic(), _starve(seconds) if suffers else None
+            while self._all(time.monotonic() - began < seconds, any_rank=True):
+                self._until_right(self._draw(), fault)
+            if helper is not None:
+                helper.wait()
         ours = all(said.startswith(("PeerTimeout", "RankMismatchError")) for said in fault.seen)
-        # a wait in a kernel may last twice as long where two calls of a move time out in turn
-        fault.told = ours and fault.waited < 2.25 * SECONDS + _SLACK
+        must = kind == "stop" and seconds > _IN_TIME
+        fault.told = ours and fault.waited < _IN_TIME and bool(fault.seen or not must)
         self.report.faults.append(fault)
 
     def _kill(self) -> Report:
         """Rank 0 writes down what was seen so far; the others, what they see of the victim."""
         victim = self.shared.randrange(1, self.member.world_size)
-        move = self._draw_fused()
+        move = self._draw_warm()
         self.report.counts = dict(Counter(self.report.counts) + self.counts)
         self.report.checked += self._sum(sum(self.counts.values()))
         self.counts.clear()
@@ -334,25 +359,23 @@ class Soak:
             draft.write_text(json.dumps(asdict(self.report)))
             draft.rename(self.folder / "report.json")
         if victim == self.member.rank:
-            _disturb("kill", 0.05)
+            _shell(f"sleep 0.05; kill -KILL {os.getpid()}")
         said, began = "", time.monotonic()
         while not said and time.monotonic() - began < 60.0:
-            began = time.monotonic()
             try:
                 self._make(move)
             except TileweaveError as error:
                 said = f"{type(error).__name__}: {error}"[:300]
-        fault = Fault("kill", victim, 0.0, [said], time.monotonic() - began)
-        fault.told = said.startswith("PeerTimeout") and fault.waited < 1.2 * SECONDS + _SLACK
+        fault = Fault("kill", victim, 0.0, [said], time.monotonic() - self.called_at)
+        fault.told = said.startswith("PeerTimeout") and fault.waited < _IN_TIME
         name = self.folder / f"killed-{self.member.rank}"
         name.with_suffix(".draft").write_text(json.dumps(asdict(fault)))
         name.with_suffix(".draft").rename(name.with_suffix(".json"))
         tw.close()
         return self.report
 
-    def _draw_fused(self) -> Move:
-        """A move whose calls are fused: torch's collectives wait for a killed rank for as long as
-        torch's own time-out."""
+    def _draw_warm(self) -> Move:
+        """A move of all ranks whose calls are fused, and whose kernels are compiled."""
         for _ in range(1000):
             move = self._draw()
             device = self.member.device
@@ -361,16 +384,17 @@ class Soak:
                 move.shape, move.dtype, device, self.member.rank, size, 0, move.bias
             )
             if not move.pair and subject.explain(operands, self.member.group).path == "fused":
+                self._until_right(move, None)
                 return move
         raise InputError(
-            "asked: a soak with kills; allowed: where operators are fused; "
-            "remedy: leave kill out of --faults"
+            "asked: a soak with stops or kills; allowed: where operators are fused; "
+            "remedy: leave stop and kill out of --faults"
         )
 
     # --- What ranks agree on, and what they use ---
 
     def _all(self, mine: bool, any_rank: bool) -> bool:
-        """Whether it holds on all ranks, or on any."""
+        """Whether ``mine`` is true on all ranks, or on any of them."""
         word = torch.tensor([int(mine)])
         kind = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         dist.all_reduce(word, op=kind, group=self.control)
@@ -424,27 +448,36 @@ def _pool(wish: Wish, on_gpu: bool) -> list[tuple[str, Shape]]:
     return found
 
 
-def _disturb(kind: str, seconds: float) -> subprocess.Popen[bytes]:
+def _shell(script: str) -> subprocess.Popen[bytes]:
     """A process that does this to the one that calls, and then ends."""
+    return subprocess.Popen(["sh", "-c", script])
+
+
+def _stop_here(seconds: float) -> None:
+    """Stop this process; another one makes it go on."""
     pid = os.getpid()
-    script = {
-        "stop": f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}",
-        "kill": f"sleep {seconds}; kill -KILL {pid}",
-        "starve": (
-            f"for i in $(seq {max(int(seconds / 0.06), 1)}); do kill -STOP {pid}; sleep 0.05; "
-            f"kill -CONT {pid}; sleep 0.01; done"
-        ),
-    }[kind]
-    if kind == "starve" and torch.cuda.is_available() and torch.cuda.is_initialized():
+    waker = _shell(f"sleep {seconds}; kill -CONT {pid}")
+    os.kill(pid, signal.SIGSTOP)
+    waker.wait()
+
+
+def _starve(seconds: float) -> subprocess.Popen[bytes]:
+    """A process that stops this one for most of the time, while its device has other work."""
+    pid = os.getpid()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         other = torch.cuda.Stream()
         with torch.cuda.stream(other):  # queued work, which is not waited for
             a = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
             for _ in range(int(seconds * 2000)):
                 a = a @ a
-    return subprocess.Popen(["sh", "-c", script])
+    return _shell(
+        f"for i in $(seq {max(int(seconds / 0.06), 1)}); do kill -STOP {pid}; sleep 0.05; "
+        f"kill -CONT {pid}; sleep 0.01; done"
+    )
 
 
 def _in_world(member: Member, wish: Wish, report: Report, folder: str, seconds: float) -> Report:
+    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     return Soak(member, wish, report, folder).run(seconds)
 
 
@@ -471,7 +504,7 @@ def soak(kind: DeviceType, size: int, wish: Wish) -> Report:
                     device_type=kind,
                     seconds=left + 300.0,
                     extra={"TILEWEAVE_TIMEOUT": str(SECONDS)},
-                    grace=1.2 * SECONDS + 2 * _SLACK,
+                    grace=_IN_TIME + 2.0,
                 )
             except RankFailure as error:
                 found = _after_a_kill(Path(folder), size, str(error))

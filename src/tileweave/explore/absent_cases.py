@@ -74,7 +74,8 @@ READING = (
 
 
 def _of_one_size(scenario: Any) -> Any:
-    """No call grows the memory of the first one: growth is a step of all ranks."""
+    """The scenario with one size, so that no call after the first one grows memory: ranks grow it
+    together, which absent ranks do not."""
     sizes = (
         name
         for name in ("shapes", "tokens", "batches")
@@ -95,18 +96,19 @@ FEW_ABSENT = ABSENT[1], ABSENT[2], ABSENT[5]
 
 
 class Case(NamedTuple):
-    """What one run does. ``how``:
+    """What one run does, and what it checks. ``how``:
 
-    - "named" checks which rank reports what;
-    - "everywhere", with every operator, that all calls end, that a rank reports why and the first
-      one an absent rank, and that each element of a result is right or NaN;
-    - "moments", with every operator, the same where absent ranks arrive while others give up;
-    - in "paused" rank 1 is paused in its first call, after its pushes, until rank 0 has given up
-      the second call and ended the third, which has the slot of the first one, or (``absent``)
-      until copies of the second one have come: its first result is right, or NaN, or reported;
-    - in "reading" rank 1 is paused when the data of copy engines is there, before it reads: in its
-      first call, until rank 0 has given up the second one; or (``absent``) in its second call,
-      which it begins when rank 0 has come to the third, until rank 0 has ended all.
+    - "named": some ranks are absent. Checks which rank reports what.
+    - "everywhere": the same with every operator. All calls end; some rank reports why, the first
+      report names an absent rank; each element of a result is right or NaN.
+    - "moments": as "everywhere", but absent ranks arrive while others give up.
+    - "paused": rank 1 is paused in its first call, after its pushes. It goes on when rank 0 has
+      given up the second call and ended the third, which uses the slot of the first one; with
+      ``absent``, when copies of the second one have come. Its first result is right, or NaN, or
+      reported.
+    - "reading": rank 1 is paused after data of copy engines has come, before it reads that data. It
+      is paused in its first call until rank 0 has given up the second one; with ``absent``, in its
+      second call, which it begins when rank 0 has come to the third, until rank 0 has ended all.
     """
 
     how: str
@@ -125,9 +127,12 @@ class Case(NamedTuple):
 
 
 def cases(how: str, every: bool = False) -> Iterator[Case]:
-    """The cases of this kind. With every operator they are every second pair of programs and absent
-    ranks, in "moments" the others, or all (``every``): of each scenario each number of programs and
-    each set of absent ranks is among both halves."""
+    """The cases of this kind.
+
+    "everywhere" has every second pair of (programs, absent ranks) of each operator, and "moments"
+    the other pairs; with ``every`` both have all pairs. Each number of programs and each set of
+    absent ranks of a scenario is in both halves.
+    """
     if how == "paused":
         for scenario, seed in product(PAUSED, range(4)):
             yield Case(how, scenario, 1, 2, (), seed)

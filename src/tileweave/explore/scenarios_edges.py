@@ -1,5 +1,5 @@
-"""Sizes and operands that other scenarios of kernels which send nothing do not have: no positions,
-no columns, a last block that is smaller, addresses at no multiple of 16 bytes."""
+"""Edge cases of kernels that send nothing: no positions, no columns, a last block that is smaller,
+addresses that are no multiple of 16 bytes."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def sums(world: World, rank: int, seed: int) -> Found:
 
 
 def nothing_to_move(world: World, rank: int, seed: int) -> Found:
-    """Ranks that own no table, and pieces without elements. ``arange`` has no size of 0, also where
-    the interpreter does not come."""
+    """Ranks that own no table, and pieces without elements. Sizes of ``arange`` are 1 or more, also
+    in branches that the interpreter does not run."""
     from tileweave.kernels.embedding import jagged
     from tileweave.ops.embedding.distribute_indices import _layout
 

@@ -153,7 +153,7 @@ class TableGradient:
     idle: bool = False
     dim: int = DIM
     op: str = "embedding_bag_all_to_all_backward"
-    programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, and two or three sum
+    programs: tuple[int, ...] = (1, 2, 3)  # programs that push; one more watches, two or three sum
     resident: int = 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:

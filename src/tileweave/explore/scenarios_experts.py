@@ -20,8 +20,12 @@ from tileweave.transport.protocol import EPOCH
 
 @dataclass(frozen=True)
 class Combine:
-    """grouped_matmul_combine. ``tokens``: of rank 0, used in turn; rank r has r fewer, at least
-    one. ``sizes``: (cols, depth). ``full``: all choices are of experts of rank 0."""
+    """grouped_matmul_combine.
+
+    tokens : numbers of tokens of rank 0, used in turn; rank r has r fewer, at least one.
+    sizes : (cols, depth).
+    full : all tokens choose experts of rank 0.
+    """
 
     name: str
     config: CombineConfig

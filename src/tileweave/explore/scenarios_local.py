@@ -358,7 +358,7 @@ def guarded(blocks: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantised(world: World, rank: int, seed: int) -> Found:
     from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
-    from tileweave.kernels.quantize import Pitch, quantize_launcher
+    from tileweave.kernels.quantize import Pitch, columns_launchers, quantize_launcher
     from tileweave.ops.matmul.quantize import FP8, _in_torch
 
     rows, depth = ((3, 65), (2, 257), (4, 2049), (3, 384), (2, 40))[seed % 5]
@@ -394,6 +394,26 @@ def quantised(world: World, rank: int, seed: int) -> Found:
             quantize_launcher(rows, depth, blocks, powers, pitch)(x, tokens, part)
             yield "data of tokens", tokens[:, :depth].view(FP8).float(), want.float()
             yield "scales of tokens", part, wide.t()
+    for whole in (False, True) if seed in (1, 4) else ():  # rows for two programs, the last largest
+        tall = x.t() if whole else x.repeat(300 // rows, 1)[:, : 300 // rows]
+        tall = (tall * (1 + torch.arange(tall.shape[0]))[:, None]).to(x.dtype).contiguous()
+        count, cols = tall.shape
+        found = torch.zeros(1 if whole else cols, dtype=torch.int32)
+        data = torch.full((cols + 1, count + 5), 7, dtype=torch.uint8)
+        scales, after = guarded(1, len(found))
+        find, turn = columns_launchers(count, cols, count + 5, whole)
+        for source in (placed(tall, 3), tall):
+            find(source, found)
+            turn(source, found, data, scales)
+        sizes = tall.float().abs()
+        most = sizes.amax().view(1) if whole else sizes.amax(0)
+        want, wide = _in_torch(tall if whole else tall.t(), "tensor" if whole else "row", True)
+        want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, 5))
+        yield "maxima of columns", found.view(torch.float32), most
+        yield "data of columns", data[:cols].view(FP8).float(), want
+        yield "scales of columns", scales, wide.view(-1)
+        yield "after columns", data[cols:], torch.full_like(data[cols:], 7)
+        yield "after the scales of columns", after, torch.zeros_like(after)
     if depth > 2000:
         return
     y = torch.randn(rows, depth, generator=generator)

@@ -168,7 +168,7 @@ _REPLACED_BY: dict[Any, Any] = {
 
 
 def _takes(layer: Any, weight: torch.Tensor) -> bool:
-    """Whether the operators take this layer; a warning says why not, once a reason."""
+    """Whether the operators take this layer; a warning says why not, once per reason."""
     reason = _why_stock(layer, weight)
     if reason:
         warn_once(f"{type(layer).__name__} keeps the forward of Megatron-core: {reason}")

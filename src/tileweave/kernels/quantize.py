@@ -12,6 +12,10 @@ NaN or an infinity makes the scale NaN or infinite, and NaN of products with tha
 With ``POWERS`` scales are rounded up to powers of two, as recipes of training have them.
 
 One program per row: a row is read once, before any of it is sent. Sends nothing.
+
+Products of a backward sum over rows, and tensor cores read FP8 along the sum only. So x.T of x
+[rows, cols] is quantised, too, with one scale for a column of x or for all of it, in two launches
+by tiles: the maxima, then the numbers, turned. x is read twice, and written once, as FP8.
 """
 
 from __future__ import annotations
@@ -69,7 +73,11 @@ def quantized(values, greatest, POWERS: tl.constexpr = False):
     if POWERS:  # the exponent is one larger unless the fraction is 0; infinity has no fraction
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23 << 23
         scale = tl.where(scale == scale, power.to(tl.float32, bitcast=True), scale)
-    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+        # exact, and faster than a division: the inverse of these scales is a normal number, or 0
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        quotient = values * tl.broadcast_to(inverse[:, None], values.shape)
+    else:
+        quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
     quotient = tl.where(quotient > GREATEST, GREATEST, quotient)
     return to_fp8(tl.where(quotient < -GREATEST, -GREATEST, quotient)), scale
 
@@ -159,3 +167,115 @@ def quantize_launcher(
         ("x", "data", "scale"),
         num_warps=4 if block <= 4096 else min(32, max(8, block // 2048)),
     )
+
+
+# --- Columns ---
+
+
+@triton.jit
+def maxima_kernel(
+    x,
+    greatest,
+    rows,
+    cols,
+    STEPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Store max |x| of each column, or of all (``WHOLE``), in ``greatest``, which has zeros.
+
+    As bits of float32 without the sign: of those a NaN is the largest integer, then infinity.
+    """
+    tiles = tl.cdiv(cols, TILE_COLS)
+    place = tl.program_id(0)
+    col = place % tiles * TILE_COLS + tl.arange(0, TILE_COLS)
+    row = place // tiles * (STEPS * TILE_ROWS) + tl.arange(0, TILE_ROWS)
+    most = tl.zeros((TILE_ROWS, TILE_COLS), tl.int32)
+    for step in tl.static_range(STEPS):  # loads of all steps are queued at once
+        at = row + step * TILE_ROWS
+        source = x + at.to(tl.int64)[:, None] * cols + col[None, :]
+        inside = (at < rows)[:, None] & (col < cols)[None, :]
+        values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        most = tl.maximum(most, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    found = tl.max(most, axis=0)
+    if WHOLE:
+        tl.atomic_max(greatest, tl.max(found, axis=0), sem="relaxed")
+    else:
+        tl.atomic_max(greatest + col, found, mask=col < cols, sem="relaxed")
+
+
+@triton.jit
+def turn_kernel(
+    x,
+    greatest,
+    data,
+    scale,
+    rows,
+    cols,
+    pitch,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Store x.T as FP8 in ``data`` [cols, pitch], with zeros from column ``rows`` on, and its
+    scales, powers of two, by what :func:`maxima_kernel` found."""
+    tiles = tl.cdiv(cols, TILE)
+    place = tl.program_id(0)
+    col = place % tiles * TILE + tl.arange(0, TILE)
+    row = place // tiles * TILE + tl.arange(0, TILE)
+    source = x + row.to(tl.int64)[:, None] * cols + col[None, :]
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE:
+        most = tl.load(greatest + tl.zeros((TILE,), tl.int32))
+    else:
+        most = tl.load(greatest + col, mask=col < cols, other=0)
+    bits, each = quantized(tl.trans(values), most.to(tl.float32, bitcast=True), True)
+    bits = tl.where((row < rows)[None, :], bits, 0)  # where the scale is NaN they are not
+    target = data + col.to(tl.int64)[:, None] * pitch + row[None, :]
+    tl.store(target, bits, mask=(col < cols)[:, None] & (row < pitch)[None, :])
+    first = place < tiles  # of the programs of these columns
+    tl.store(scale + col, each, mask=first & (col < (1 if WHOLE else cols)))
+
+
+def columns_launchers(rows: int, cols: int, pitch: int, whole: bool) -> tuple[Launcher, Launcher]:
+    """Launches for x [rows, cols], contiguous. The first is called with x and the maxima, int32
+    zeros, [cols] or [1]; the second with these, data as uint8 [cols, pitch] and the scales.
+
+    pitch : ``rows`` or more.
+    whole : one scale for all of x.
+    """
+    steps, tile_rows, tile_cols, tile = 4, 32, 128, 128
+
+    def pack(*tensors: torch.Tensor) -> Call:
+        words = tuple(t.data_ptr() for t in tensors)
+
+        def changing() -> dict[str, Any]:
+            return dict(zip(("x", "greatest", "data", "scale"), tensors, strict=False))
+
+        return Call((tensors[0].dtype, *(word % 16 == 0 for word in words)), words, changing)
+
+    maxima = Launcher(
+        maxima_kernel,
+        triton.cdiv(cols, tile_cols) * triton.cdiv(rows, steps * tile_rows),
+        {
+            "rows": rows,
+            "cols": cols,
+            "STEPS": steps,
+            "TILE_ROWS": tile_rows,
+            "TILE_COLS": tile_cols,
+            "WHOLE": whole,
+        },
+        pack,
+        ("x", "greatest"),
+        num_warps=4,
+    )
+    turned = Launcher(
+        turn_kernel,
+        triton.cdiv(cols, tile) * triton.cdiv(pitch, tile),
+        {"rows": rows, "cols": cols, "pitch": pitch, "TILE": tile, "WHOLE": whole},
+        pack,
+        ("x", "greatest", "data", "scale"),
+        num_warps=8,
+    )
+    return maxima, turned

@@ -1,5 +1,5 @@
-"""Data between two ranks of different nodes by NVSHMEM: ``put_kernel`` on one, ``take_kernel`` on
-the other.
+"""Data between two ranks of different nodes by NVSHMEM: one rank runs ``put_kernel``, the other one
+``take_kernel``.
 
 A *transfer* between two ranks is a message from each to the other (perhaps an empty one). Each rank
 puts its message, then takes that of the other, by two kernels on one stream; the next transfer
@@ -29,11 +29,11 @@ changed, and the next put follows on the stream.
 
 Why no rank waits for ever: puts wait for nothing. A take waits for one put of the other rank, which
 that rank queued before it took anything of this transfer, and it ends after the time limit anyway.
-Then it reports, FAULT is set, what it should have brought becomes NaN, later takes do not wait,
-and later puts send nothing, so the other rank reports, too.
+If the limit passes, it reports and sets FAULT, and the data that did not come becomes NaN. Later
+takes do not wait, and later puts send nothing, so the other rank reports, too.
 
-``mark``: a checksum of what the ranks must agree on, as the size of the message. If it differs, the
-take reports a fault whose number is there.
+``mark``: a checksum of what the ranks must agree on, such as the size of the message. If it
+differs, the take reports a fault although the number is the expected one.
 
 A graph that has transfers is replayed like calls: numbers are in device memory.
 """

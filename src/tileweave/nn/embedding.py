@@ -64,13 +64,13 @@ class ShardedEmbeddingBag(nn.Module):
         ``"sum"`` or ``"mean"``.
 
     dtype : torch.dtype
-        of the tables: float32, float16 or bfloat16.
+        dtype of the tables: float32, float16 or bfloat16.
 
     out_dtype : torch.dtype, optional
-        of what is sent and of y. None: ``dtype``, or the dtype that the module is converted to.
+        dtype of what is sent and of y. None: ``dtype``, or that to which the module is converted.
 
     device : optional
-        of the tables.
+        device of the tables.
 
     optimizer : str, optional
         None makes gradients for an optimizer of torch. ``"sgd"`` or ``"adagrad"``: backward
@@ -84,7 +84,7 @@ class ShardedEmbeddingBag(nn.Module):
         moments to 0.
 
     epsilon : float
-        of Adagrad.
+        added to the square root in Adagrad.
 
     sparse : bool
         gradients are COO tensors.

@@ -125,10 +125,10 @@ class MoE(nn.Module):
         the ranks that share the experts; None is the default group.
 
     device : torch.device, optional
-        of the parameters.
+        device of the parameters.
 
     dtype : torch.dtype, optional
-        of the parameters.
+        dtype of the parameters.
 
     Raises
     ------

@@ -265,10 +265,10 @@ class ColumnParallelLinear(ParallelLinear):
         the ranks that share the layer; None is the default group.
 
     device : torch.device, optional
-        of the parameters, as in ``nn.Linear``.
+        device of the parameters, as in ``nn.Linear``.
 
     dtype : torch.dtype, optional
-        of the parameters.
+        dtype of the parameters.
 
     gather : bool
         True: rows of x are sharded, and gathered (sequence parallelism). False: x is the same on
@@ -384,10 +384,10 @@ class RowParallelLinear(ParallelLinear):
         the ranks that share the layer; None is the default group.
 
     device : torch.device, optional
-        of the parameters, as in ``nn.Linear``.
+        device of the parameters, as in ``nn.Linear``.
 
     dtype : torch.dtype, optional
-        of the parameters.
+        dtype of the parameters.
 
     scatter : bool
         True calls ``matmul_reduce_scatter``, for sequence parallelism. False calls

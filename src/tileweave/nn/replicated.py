@@ -44,7 +44,7 @@ def replicate(module: nn.Module, *, group: Group | None = None, sums: bool) -> n
     Raises
     ------
     InputError
-        (a ValueError) The group is of no kind that is taken.
+        (a ValueError) ``group`` is neither a group, its name, nor a DeviceMesh of one dimension.
     """
     parameter = next(module.parameters(), None)
     if parameter is not None:

@@ -62,10 +62,10 @@ class SoftmaxTopK(_Router):
         scale the k weights of a token to a sum of 1.
 
     device : torch.device, optional
-        of ``weight``.
+        device of ``weight``.
 
     dtype : torch.dtype, optional
-        of ``weight``.
+        dtype of ``weight``.
     """
 
     @checks_types_first
@@ -124,11 +124,11 @@ class SigmoidTopK(_Router):
         all weights are multiplied by it (``routed_scaling_factor``).
 
     device : torch.device, optional
-        of ``weight``.
+        device of ``weight``.
 
     dtype : torch.dtype, optional
-        of ``weight``; ``e_score_correction_bias`` [E] is an fp32 buffer of zeros, for an update
-        rule of yours.
+        dtype of ``weight``. ``e_score_correction_bias`` [E] is an fp32 buffer of zeros, for an
+        update rule of yours.
 
     Raises
     ------

@@ -26,7 +26,7 @@ def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
     Parameters
     ----------
     device
-        of the parameters; meta: they will be on the device that the group communicates on.
+        device of the parameters; meta: they will be on the device that the group communicates on.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

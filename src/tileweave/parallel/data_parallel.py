@@ -13,8 +13,8 @@ from tileweave.nn.made_classes import make_class
 
 
 class RefusesDDP:
-    """A sharded model. DistributedDataParallel would broadcast and average DTensors, which it
-    cannot; with ``device_mesh=`` it would replace them by shards that look whole."""
+    """A sharded model. DistributedDataParallel broadcasts and averages parameters, which it cannot
+    do with DTensors; with ``device_mesh=`` it would replace them by shards that look whole."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # which it reads first

@@ -3,8 +3,8 @@
 Between its column-parallel and its row-parallel layers a module sees the heads or features of one
 rank. A forward that mixes them (a softmax over features, ``glu``), or that counts on those of all
 ranks (a hard-coded number of heads, ALiBi slopes), would be wrong, often without an error. So it is
-run with numbers in place of the layers' outputs: once with those of all ranks, then with those of
-each. What its row-parallel layers get must be the parts of the same tensors.
+tried: random numbers take the place of the layers' outputs, first those of all ranks, then those of
+each rank. The inputs of its row-parallel layers must then be parts of the same tensors.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class TriedModule(nn.Module):
 
 
 def watch(module: nn.Module, tried: Tried) -> None:
-    """Let ``module`` try its first call."""
+    """Try ``module`` in its first call, with the input of that call."""
     module.__class__ = _class_of(type(module))
     watched: Any = module
     watched._tried = tried
@@ -298,7 +298,7 @@ def _outputs_of(module: nn.Module, paths: tuple[str, ...]) -> Iterator[dict[str,
 
 @dataclass
 class _Tape:
-    """What the layers of one run share. rank: whose part they give; None: those of all ranks."""
+    """What the layers of one run share. rank: the rank whose part they give; None: all ranks."""
 
     size: int
     rank: int | None = None
@@ -362,7 +362,7 @@ class _Stand(nn.Module):
 
 
 class _Replay(nn.Module):
-    """In place of a module that is tried by itself: returns what it returned."""
+    """In place of a module that is tried by itself: returns what that module returned."""
 
     def __init__(self, path: str, tape: _Tape) -> None:
         super().__init__()

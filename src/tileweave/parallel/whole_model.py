@@ -135,7 +135,7 @@ def parallelize(
         are tried at once, others in their first call without ``torch.compile``; those that cannot
         be tried (with a cache, for instance) or that count heads by attributes are not. Also refuse
         hooks that change features or rows of one rank, and dropout whose random numbers differ
-        between ranks. False: take the word of the caller.
+        between ranks. False: none of these checks.
 
     Returns
     -------

@@ -34,7 +34,8 @@ def _changed(installed: bool = False) -> None:
 
 
 def install(measurements: Iterable[Measurement]) -> None:
-    """Plan by these measurements, too, from now on. Later ones of a problem replace earlier."""
+    """Plan by these measurements, too, from now on. Later measurements of a problem replace earlier
+    ones."""
     _INSTALLED.update({(one.op, one.problem): one for one in measurements})
     _changed(installed=True)
 

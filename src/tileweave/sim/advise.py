@@ -50,9 +50,9 @@ class Candidate:
 class Advice:
     """Candidates that fit, best fused throughput first.
 
-    rejected : why others are not possible.
-    too_large : the number of candidates that do not fit into memory; ``smallest``, the one of them
-        that needs least.
+    rejected : why other degrees are not possible.
+    too_large : the number of candidates that do not fit into memory.
+    smallest : of those, the one that needs least.
     savings : seconds per step that each operator alone saves in the best candidate.
     """
 
@@ -68,7 +68,7 @@ class Advice:
 
     @property
     def best_unfused(self) -> Candidate:
-        """The best without fusion, which the best with fusion is compared with."""
+        """The best layout without fusion. The best one with fusion is compared with it."""
         return max(self.candidates, key=lambda one: one.per_second * one.fused / one.unfused)
 
     @property

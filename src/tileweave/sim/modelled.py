@@ -1,7 +1,8 @@
 """What the simulator knows about each operator that it models, by name. Plain data.
 
 ``predict.py`` has the time of each: a function that says which operators it is for. The simulator
-is below the operators, so their descriptions cannot be its source; a test holds the two together.
+may not import the operators (it is a lower layer), so this repeats a part of their descriptions; a
+test compares the two.
 """
 
 from __future__ import annotations

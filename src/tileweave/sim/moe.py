@@ -3,7 +3,7 @@ ranks.
 
 dispatch - first grouped matmul - activation - second grouped matmul - combine - sum over top-k.
 
-What engines do besides is said by the set-up: rows to each rank by NCCL or DeepEP's kernels
+The set-up says what else an engine does: rows to each rank by NCCL or DeepEP's kernels
 (``token_exchange.py``), FP8, two batches that overlap each other's communication, latent attention,
 shared experts and dense layers.
 """

@@ -30,7 +30,7 @@ _DEFAULTS = {"itemsize": 2, "again": False, "repeats_us": [], "config": None}
 
 
 def devices() -> list[str]:
-    """Those that have a file."""
+    """Devices that have a file of measured cells."""
     return sorted(file.name.removesuffix(".json") for file in _FOLDER.iterdir())
 
 

@@ -146,7 +146,7 @@ class Ledger:
         return self._pages[self._rank][self.calls % PLACES] if self._pages else 0
 
     def hear(self, entries: Mapping[int, int]) -> bool:
-        """Take down the entries of ranks that share no memory with this one, by rank. Whether they
+        """Note the entries of ranks that share no memory with this one, by rank. Whether they
         are that of the last call here."""
         own = self.entry
         for rank, entry in entries.items():

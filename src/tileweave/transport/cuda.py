@@ -47,8 +47,8 @@ def describe(index: int) -> Machine:
 
 
 def _why_unreachable(index: int) -> str:
-    """Why device ``index`` cannot map the memory of others; "" if it can map that of all devices
-    that this process sees."""
+    """Why device ``index`` cannot map the memory of other devices; "" if it can map that of all
+    devices that this process sees."""
     others = [
         other
         for other in range(torch.cuda.device_count())

@@ -39,7 +39,7 @@ def host_name() -> str:
 
 
 def host_identity() -> str:
-    """Where this process runs: the same text in processes that may share memory, a short one."""
+    """Where this process runs: a short text, the same in processes that may share memory."""
     given = os.environ.get(HOST_ID)
     parts = [given] if given else [socket.gethostname(), _boot(), _process_namespace()]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

@@ -100,7 +100,7 @@ class Heap:
         self._used = 0
 
     def take(self, nbytes: int) -> tuple[int, str]:
-        """(where a new part begins, what failed). Parts are zeroed. Not collective."""
+        """Take a part: (where it begins, why it failed or ""). Parts are zeroed. Not collective."""
         begin, size = self._used, -(-nbytes // _ALIGN) * _ALIGN
         if begin + size > self.local.numel():
             return 0, f"{self.local.numel() - begin} are left of {MEGABYTES}"

@@ -1,15 +1,15 @@
 """What crosses between nodes, between the ranks of a rail: by NCCL between GPUs, by gloo on the
 CPU.
 
-gloo: the group of a rail is gloo's own, made when memory is first mapped and gone with the
-transport: an exchange that one rank has given up stays in it, so the next workspace gets another. A
-thread begins the exchanges of a call, waits for one after another and then writes the words that
-announce it. It polls, since the call may be given up meanwhile; an exchange ends by itself after
-the time-out.
+With gloo a rail has a group of its own. It is made when memory is first mapped, and ends with the
+transport: an exchange that one rank has given up stays in the group, so the next workspace makes
+another one. A thread begins the exchanges of a call, waits for one after another, and then writes
+the words that announce each. It polls, since the call may be given up meanwhile; an exchange ends
+by itself after the time-out.
 
-Before the first chunk the ranks of a rail tell each other which call they are in. If these differ
-nothing else is sent, because gloo ends the process where sizes differ: the kernel's wait times out,
-and the ledger then knows why.
+Before the first chunk the ranks of a rail tell each other which call they are in. If the calls
+differ, nothing else is sent, because gloo ends the process if sizes differ. Then the kernel's wait
+times out, and the ledger says why.
 """
 
 from __future__ import annotations

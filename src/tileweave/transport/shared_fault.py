@@ -3,17 +3,17 @@
 Kernels of several instances may be queued on a device, one after the other. Each has limits of its
 own in its control block, so without this each would wait for the same absent rank, for the whole
 time-out. So a wait that times out sets the limits of data and meetings of every instance of the
-group to 0 (``expire`` in ``device/triton/signal.py``). No wait looks at anything new: each reads
-its own limit in its loop anyway, and nothing is added before one times out.
+group to 0 (``expire`` in ``device/triton/signal.py``). This costs nothing before a time-out: each
+wait reads the limit of its own instance in its loop anyway.
 
-Why that is right: to another instance it is a time-out that comes early. That instance's own
-``FAULT`` is set by its own wait when that one finds the limit, not from outside, so what a time-out
-does to a call (NaN, addresses that lead home) has the order that it always has. And no rule of the
-protocol depends on how long a time-out is. A call that finds all it waits for is right.
+Why that is right: another instance sees a time-out that comes early, and no rule of the protocol
+depends on how long a time-out is. That instance's ``FAULT`` is set by its own wait when it finds
+the limit, not from outside. So the effects of a time-out (NaN; addresses of peers that lead to this
+rank) come in the usual order. A call for which everything has come by then is right.
 
-Only the first wait of the group that times out writes the report: the waits that it ends may find a
-rank missing that is only a moment late. ``FAULT`` of the block below decides which is first, and
-it is set before any limit of another instance.
+Only the first wait of the group that times out writes the report: the waits that it ends may miss a
+rank that is only a moment late. ``FAULT`` of the block below decides which wait is first, and it is
+set before any limit of another instance.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
     raised if a peer does not come in time, and nothing of it is left in torch's group.
 
     A text that is too long is replaced by its beginning and a checksum of all of it. The number of
-    calls that broke off on this rank is part of the text, so ranks where it differs are refused.
+    calls that failed on this rank is part of the text, so ranks where it differs are refused.
     """
     broken = REGISTRY.broken_off(group.group_name)
     if broken:
@@ -98,8 +98,9 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
 def agree_on_memory(
     nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]
 ) -> list[str]:
-    """Collective. Every rank tells the others how much symmetric memory it wants, what failed ("":
-    nothing) and where its memory is. Returns the places, in rank order.
+    """Collective. Every rank tells the others how much symmetric memory it wants, what failed (""
+    if nothing did), and where its memory is. Returns where the memory of each rank is, in rank
+    order.
 
     ``exchange`` sends a text of this rank and returns those of all ranks. If a rank failed or sizes
     differ, every rank raises the same error at once. So no rank stays in a collective that others

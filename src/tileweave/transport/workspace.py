@@ -497,10 +497,10 @@ class Registry:
             self.belongs(group_name, resolve(group_name))
 
     def agreed(self, group_name: str) -> set[str]:
-        """On what the ranks of the group have agreed since it was closed.
+        """What the ranks of the group have agreed on since it was closed.
 
-        A rank may have given up a meeting in which its peers agreed. It meets them again only if
-        all ask again, as they do after they have closed the group.
+        A rank may have given up a meeting in which its peers agreed. It can agree with them only if
+        all ranks ask again, as they do after they have closed the group.
         """
         return self._agreed.setdefault(group_name, set())
 
@@ -511,7 +511,8 @@ class Registry:
         return group if group in _world.pg_map else None
 
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
-        """None, too, where ranks did not come to share a ledger: then the next call shares it."""
+        """The workspace; None if there is none, or if its ranks do not share a ledger yet: then the
+        next call shares it."""
         found = self._workspaces.get((group_name, device))
         return found if found is not None and found.ledger.opened else None
 
@@ -550,8 +551,8 @@ class Registry:
 
     @contextmanager
     def set_aside(self, group_name: str) -> Iterator[None]:
-        """Inside, the group has no workspace: calls make another one, which is closed at the end.
-        Then it has its own again, with the memory that graphs read and write."""
+        """Inside, calls of the group make another workspace, which is closed at the end. Then the
+        group has its own one again, with the memory that graphs read and write."""
         kept = {key: one for key, one in self._workspaces.items() if key[0] == group_name}
         broken = {key: calls for key, calls in self._broken.items() if key[0] == group_name}
         for key in kept:
@@ -577,12 +578,12 @@ class Registry:
             found.ledger.break_off(posted, given_up)
 
     def opened(self, group_name: str, device: torch.device) -> None:
-        """Record the calls that broke off before the ledger existed."""
+        """Record the calls that failed before the ledger existed."""
         for given_up in self._broken.get((group_name, device), ()):
             self._workspaces[group_name, device].ledger.break_off(False, given_up)
 
     def broken_off(self, group_name: str) -> str:
-        """The calls of this rank that broke off since the group was closed. Peers had as many, or
+        """The calls of this rank that failed since the group was closed. Peers had as many, or
         wait for some of them."""
         calls = [
             given_up

@@ -10,8 +10,9 @@ import triton.language as tl
 def symm_at(table, peer, dtype: tl.constexpr, alignment: tl.constexpr):
     """Pointer to ``dtype`` at the start of ``peer``'s symmetric buffer, as mapped on this rank.
 
-    ``table`` is int64 ``[R]`` in device memory. ``alignment``: the buffer's start is a multiple of
-    so many bytes; without it the compiler would split stores into single elements.
+    ``table``: the address table, int64 ``[R]`` in device memory. ``alignment``: the start of the
+    buffer is a multiple of this many bytes. Without it the compiler would split stores into single
+    elements.
     """
     pointer = tl.load(table + peer).to(tl.pointer_type(dtype), bitcast=True)
     return tl.multiple_of(pointer, alignment)
@@ -48,14 +49,13 @@ def put_all(
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block
-    to all in turn.
+    """Store elements [begin, end) of this rank's shard ``source`` into a slot of every peer.
 
     The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size``
-    elements; the own shard's index there is that of ``schedules.gather.slot_place``. ``OWN``: the
-    slot has all shards in rank order, the own one too. ``begin``: a multiple of ``BLOCK``.
-    Alternating peers block by block keeps all links busy; while ranks are in step no receiver has
-    two senders.
+    elements. ``schedules.gather.slot_place`` has the index of this rank's shard there. ``OWN``: the
+    slot has all shards in rank order, that of the receiver, too. ``begin``: a multiple of
+    ``BLOCK``. Each block goes to all peers in turn, which keeps all links busy; while ranks are in
+    step no receiver has two senders.
     """
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         index = block * BLOCK + tl.arange(0, BLOCK)

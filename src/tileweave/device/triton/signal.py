@@ -99,7 +99,7 @@ def clock():
 @triton.jit
 def multiprocessor():
     """The number of the multiprocessor that this program runs on (0 where there is none). For roles
-    that anybody may take."""
+    that any program may take."""
     if is_hip():
         return tl.cast(0, tl.int32)
     else:
@@ -112,7 +112,8 @@ def multiprocessor():
 def fence():
     """Order all memory operations of each thread before all later ones, for every GPU of the host.
 
-    Returns a 0 that the compiler cannot know to be one: what depends on it stays after the fence.
+    Returns 0. The compiler does not know that value, so code that depends on it stays after the
+    fence.
     """
     if is_hip():
         tl.debug_barrier()
@@ -125,12 +126,11 @@ def fence():
 
 @triton.jit
 def acquire():
-    """Order loads of words that signal before all later loads: the half of :func:`fence` that a
-    wait needs.
+    """Order loads of signals before all later loads: the half of :func:`fence` that a wait needs.
 
-    From Hopper on it waits for no store, as a full fence does: that costs 3 to 7 us where the
-    multiprocessor has much under way. Below, ptxas takes the narrow fence without a warning and
-    makes an illegal instruction of it.
+    From Hopper on. A full fence also waits for stores, which costs 3 to 7 us where the
+    multiprocessor has many under way. Older devices get the full fence: ptxas accepts the narrow
+    one for them without a warning, and makes an illegal instruction of it.
     """
     if cuda_capability_geq(9, 0):
         return tl.inline_asm_elementwise(
@@ -203,8 +203,8 @@ def count_in(counter):
 
 @triton.jit
 def count_last(counter, total):
-    """Count this program's stores in at ``counter``. Whether all ``total`` are in: it is 0 again,
-    ``notify`` may follow."""
+    """Count this program's stores in at ``counter``. Returns whether this was the last of ``total``
+    counts: then ``counter`` is 0 again, and ``notify`` may follow."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
     if last:
@@ -386,13 +386,15 @@ def wait(
     """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token,
     always 0.
 
-    Afterwards this program's loads see what was stored before each of those signals. ``count`` is a
-    power of two, at most 32. ``unit``: the waiting unit of work, for the report; ``LIMIT``: the
-    word of ``control`` with the time it has. ``EXACT``: data of a later call will not do. For what
-    copy engines bring after a meeting of all ranks: a rank in a later call has given this one up,
-    and its copies still come, since :func:`advance` cannot change addresses that the host holds. It
-    belongs outside the loop over K, once a tile; inside a pipelined loop pass the loads' offset
-    through :func:`consume_token`.
+    Afterwards this program's loads see what was stored before each of those signals. Call it
+    outside the loop over K, once per tile. Inside a pipelined loop pass the loads' offset through
+    :func:`consume_token`.
+
+    ``count``: a power of two, at most 32. ``unit``: the waiting unit of work, for the report.
+    ``LIMIT``: the word of ``control`` that has the longest time of this wait. ``EXACT``: the signal
+    of a later call counts as a time-out. For what copy engines bring after a meeting of all ranks:
+    a rank in a later call has given this one up, and its copies still come, since :func:`advance`
+    cannot change addresses that the host holds.
     """
     token = tl.cast(0, tl.int32)
     if is_hip():
@@ -421,11 +423,11 @@ def refuse_later(signals, epoch, index, unit, control, report):
 
 @triton.jit
 def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
-    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one
-    load if it is there.
+    """:func:`wait` for ``words[index]``, which only this device's programs write, with release. It
+    takes one load if the value is there.
 
-    Warps poll one after the other and may see different values, so there is no barrier where only
-    some of them come.
+    Warps poll one after the other and may see different values, so there is no barrier in the
+    branch that only some of them take.
     """
     if is_hip():
         wait(words, 1, value, index, unit, control, report, LIMIT)
@@ -468,8 +470,8 @@ def faulted(control):
 
 @triton.jit
 def call_done(control, epoch):
-    """The call that a rank says it has done: this one, or after a fault, which may have kept stores
-    back, the one before."""
+    """The call that a rank tells its peers it has done: this one. After a fault the one before,
+    since some stores of this call may be missing."""
     return epoch - (faulted(control) != 0).to(tl.int32)
 
 
@@ -479,7 +481,8 @@ def leave(control, epoch, num_programs):
 
     To be called after everything that this program signals to peers in this call.
     """
-    # of earlier calls at least; LEAVERS tells of this one, so the last to leave need not load again
+    # A fault of an earlier call, or of this one so far. Later faults of this call are counted in
+    # LEAVERS, so the last program to leave need not load FAULT again.
     fault = faulted(control)
     last, faults = _leave(control, num_programs, "acq_rel")
     if last:
@@ -526,13 +529,13 @@ def advance(control, epoch, fault):
 
 @triton.jit
 def leave_early(control, epoch, num_programs):
-    """:func:`leave` in the middle of a program, where waiting for peers hides what it takes (a
-    microsecond at the end).
+    """:func:`leave` in the middle of a program, where a wait for peers hides its time (at the end
+    it takes a microsecond).
 
-    To be called after stores whose addresses were made with ``epoch``, of all threads: then no load
-    of it is on its way, and nothing need be released. The next call is ordered by its stream. Not
-    for kernels whose copy engines read the epoch. A fault of this call may come after it: so a
-    kernel that leaves early reads FAULT at its begin, too, and then sends nothing.
+    To be called after stores, by all threads, to addresses that depend on ``epoch``: then the load
+    of ``epoch`` has ended, and nothing need be released. The next call is ordered by its stream.
+    Not for kernels whose copy engines read the epoch. A wait of this call may time out after it, so
+    a kernel that leaves early also reads FAULT at its begin, and then sends nothing.
     """
     fault = faulted(control)
     last, faults = _leave(control, num_programs, "relaxed")
@@ -545,7 +548,7 @@ if INTERPRETED.value:
 
     if triton.__version__.startswith(
         ("3.6.", "3.7.", "3.8.", "3.9.")
-    ):  # others are as right without, and slower
+    ):  # with others results are the same, but slower
         from tileweave.device.interpreter import speedups as patched
 
         patched.patch_once()

@@ -103,8 +103,8 @@ PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes per thread
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call; ``bias``, ``gathered``, ``partials``, ``trace`` and scales are any
-    tensor where there is none."""
+    """The tensors of a call. A call without ``bias``, ``gathered``, ``partials``, ``trace`` or
+    scales passes any other tensor there, which is not read."""
 
     x: Any
     w: Any
@@ -121,9 +121,11 @@ class Tensors(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers that belong to the shape; Triton may specialise each of them.
 
-    rows, cols, depth : of a shard or part, ``[rows, depth]``, and of the output.
+    rows, depth : of a shard or part.
 
-    stride_w : elements from one line of w to the next.
+    cols : of the output.
+
+    stride_w : elements from row to row of w; with ``DEPTH_FIRST`` from column to column.
 
     slice_size : elements of a shard that a producer pushes between two signals.
 
@@ -168,7 +170,7 @@ class Choices(NamedTuple):
 
     DEPTH_FIRST : w is contiguous along N, as backward reads it.
 
-    SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
+    SCALED : 0 for 16-bit operands; FP8: 1 for scales of rows and columns, 2 for scales of blocks.
 
     PROMOTE : products of FP8 are added to fp32 sums after each K block.
 

@@ -45,8 +45,8 @@ peers, with own blocks between them, ``lag`` rounds later, so that links and mem
 time and the last stores travel concurrently with own work.
 
 After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so
-others may still store own blocks when the last program has seen it. Columns of a peer that comes
-when this rank no longer waits for it may land on top.
+others may still store own blocks when the last program has seen it. A peer that comes after this
+rank has given up may still store its columns over these NaN.
 
 Limits: one dtype for all tables. Sources: fused operators (arXiv 2305.06942) for remote-first
 stores into place; a ticket counter as in stream-ordered queues.

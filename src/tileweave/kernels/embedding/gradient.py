@@ -14,15 +14,15 @@ of positions each, when their table's group is there:
 
     carriers  | group 0 to r+1, r+2, r+3 | group 1 | ... | group 7 |
     watcher   group 0 of all here? | 1? | ... | 7? | leave
-    sums           | tiles of group 0 | group 1 | ...                    || sum_runs (next kernel)
+    sums           | tiles of group 0 | group 1 | ...                    || sum_runs_kernel
 
 Two transports carry the gradient:
 
 ``"copy_engine"``  columns of a table, or of several that are adjacent, row after row; a signal
     after each group. The copies take no multiprocessor, and little time from sums: 485 us of sums
     take 530 concurrently with 335 us of copies (decision 0033).
-``"sm"``  lower programs, *candidates*: those push that run on one of ``EVERY`` multiprocessors, and
-    the ``LEAST`` lowest wherever they are; the others leave at once. Stores to peers that wait for
+``"sm"``  lower programs, the *candidates*. Those on every ``EVERY``-th multiprocessor push, and the
+    ``LEAST`` lowest wherever they run; the others leave at once. Stores to peers that wait for
     a link hold up all loads and stores of their multiprocessor: pushed from all multiprocessors,
     gradients took as long during the sums as before them. Tickets are dealt, so any number of
     candidates may push. For pieces too small or too narrow for copy engines.
@@ -44,7 +44,7 @@ word (int32)       value  written by                             waited for by
                           is READY
 counters[ARRIVED]  g + 1  the watcher: groups up to g of all     sums of tables of group g
                           sources are in this rank's slot
-                   0      ``sum_runs``, after all sums           (the next call begins so)
+                   0      ``sum_runs_kernel``, after all sums    (the next call begins so)
 counters[GATE]     1      the watcher, when all ranks have met   own copy engine, before its first
                                                                  copy
 [pushed] (own)     epoch  own copy engine, after its last copy   the watcher, before gate and
@@ -67,8 +67,8 @@ were), carriers and watcher run alone, and own rows go into the slot too. ``pois
 and after all that reads the slot ``refuse_kernel``.
 
 After a time-out sums are NaN. Nothing is stored to peers and no group is said to be done, so their
-waits time out as well; but copies go. A rank whose wait timed out says that to all, for good
-(``or_gone``), and a rank that has summed looks whether another one did: the copies of that one's
+waits time out as well; but copies go. A rank whose wait timed out tells all ranks, once and for all
+(``or_gone``). A rank that has summed checks whether another one did so, since copies of that rank's
 next call may have come too early.
 """
 
@@ -109,15 +109,14 @@ from tileweave.kernels.runtime.peers import Peers
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
 # Counters. SET words for each parity of the epoch: tickets stored of each group, tickets dealt.
-# Behind them those of the table.
+# After them the counters of the table above.
 DEALT, SET = tl.constexpr(8), tl.constexpr(16)
 ARRIVED, GATE, COUNTERS = tl.constexpr(32), tl.constexpr(33), 34
 # a ticket is ROWS rows of a piece; COLS columns for each warp are moved at once
 ROWS, COLS = 8, 128
-# programs per multiprocessor that may push, where one has one warp: as many as fit, and again as
-# many
+# programs per multiprocessor that may push, of one warp each: twice as many as fit
 CANDIDATES = 32
-EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
+EVERY = 16  # one of so many multiprocessors pushes; the others are left to the sums
 PIECE = tl.constexpr(7)  # words of a piece
 LEAST = tl.constexpr(4)  # programs that push wherever they are
 
@@ -154,7 +153,7 @@ class PushCut(NamedTuple):
 
     ALIGN : elements that columns and dims are multiples of.
 
-    EVERY : of that many multiprocessors one pushes.
+    EVERY : one of so many multiprocessors pushes.
 
     COPIES : whether copy engines carry the gradient; then no program pushes.
     """
@@ -346,7 +345,9 @@ def push_and_sum_kernel(
 ):
     """Pushers of ``grad``, a watcher, and a program for each ``STEPS`` tiles of positions.
 
-    P : how the gradient is pushed, a :class:`PushCut`. C : how it is summed, ``table_sums.Cut``.
+    P : how the gradient is pushed, a :class:`PushCut`.
+
+    C : how it is summed, a ``table_sums.Cut``.
     """
     program = tl.program_id(0)
     if program > candidates:
@@ -427,8 +428,8 @@ class Push:
 
     def launch(self, summing: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
         """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for
-        ``summing`` programs; after them ``sum_runs`` has to set the counter ``ARRIVED`` to
-        zero."""
+        ``summing`` programs; after them ``sum_runs_kernel`` has to set the counter
+        ``ARRIVED`` to zero."""
         if self.concurrently is None:
             self._launch(summing, sums, options)
         else:
@@ -441,7 +442,8 @@ class Push:
             poison_kernel[(1,)](self.slot, self.peers, self.slot.numel(), BLOCK=1024)
 
     def end_alone(self) -> None:
-        """What was read is right, or a time-out is reported."""
+        """To be called after the last reader of the slot: what was read is right, or a time-out is
+        reported."""
         if self.concurrently is not None:
             refuse_kernel[(1,)](self.peers, self.rank, WORLD_SIZE=self.world_size)
 

@@ -38,9 +38,11 @@ INTEGERS = ["samples", "tables", "world_size", "features", "pieces", "rank", "pa
 class Layout:
     """Which rank owns what, on the device, all int64. It depends on features alone.
 
-    mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after
-        rank. owners : [P] of those.
-    tables : [R] how many tables each rank and all before it have. features : F.
+    mine : [T] features of this rank's tables.
+    wanted : [P] features of all ranks' tables, rank after rank.
+    owners : [P] the rank that owns each of those tables.
+    tables : [R] how many tables each rank and all ranks before it have.
+    features : F.
     """
 
     mine: torch.Tensor
@@ -215,7 +217,7 @@ def leaving_piece(
 
 @triton.jit
 def tell(tails, stride, told, world_size, features, FEATURES: tl.constexpr):
-    """The ends of all messages, from their sums on, one after the other."""
+    """Store the end of each message, from its sums on, in ``told``, one after the other."""
     word = tl.arange(0, FEATURES)
     for source in range(0, world_size):
         end = tl.load(tails + source * stride + word, mask=word <= features, other=0)

@@ -59,7 +59,9 @@ class Cut(NamedTuple):
 
     ALIGN : elements that addresses, rows and columns are multiples of.
 
-    BLOCK_D : columns that a program has at once. BAGS : bags of a program.
+    BLOCK_D : columns that a program pools at once.
+
+    BAGS : bags of a program.
 
     UNROLL : rows of each bag that are in flight.
 

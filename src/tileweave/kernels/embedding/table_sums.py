@@ -6,11 +6,11 @@
                          scales[p] * grad[sample of bags[p], its table's columns]
 
 ``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys
-then make *runs*, and ``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that
-open there, in order, the last one to its end in the next tile, and applies each sum: as a
+then make *runs*, and ``sum_rows_kernel`` has a *tile* for each ``TILE`` positions: it sums the runs
+that open there, in order, the last one to its end in the next tile, and applies each sum: as a
 gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run that goes on after
-the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on
-timing, so the bits are the same each time, also for a row that is looked up a million times.
+the next tile leaves partial sums, which ``sum_runs_kernel`` adds in order of tiles. Nothing depends
+on timing, so the bits are the same each time, also for a row that is looked up a million times.
 
 One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are
 loaded at once, 16 bytes per thread of fp32, and added from registers; keys and bags are scalars of
@@ -106,13 +106,17 @@ class Target(NamedTuple):
 class Cut(NamedTuple):
     """Decided when the kernel is compiled.
 
-    BLOCK_D : columns that a program has at once. TILE : positions of a tile.
+    BLOCK_D : columns that a program sums at once.
+
+    TILE : positions of a tile.
 
     KIND : DENSE, SPARSE, SGD or ADAGRAD, by its number.
 
     ALIGN : elements that addresses, columns and dims are multiples of.
 
-    SCALED : whether positions have a factor. STEPS : tiles of a program.
+    SCALED : whether positions have a factor.
+
+    STEPS : tiles of a program.
     """
 
     BLOCK_D: int
@@ -269,12 +273,15 @@ def sum_tile(
 
     A run that goes on after the next tile is *long*: each tile leaves a partial sum of it in a row
     of ``partials`` [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile
-    / 2`` where it opens; where one opens, none opens in the next tile. ``GROUPS`` > 0: tables'
-    gradients come in so many, see ``gradient.py``; this program knows that ``seen`` of them are
-    here, and returns how many then. It waits no more than it must: an acquire empties the L1. Its
-    limit is the longest: the watcher's waits time out before, and it says that groups are here all
-    the same. Sums of groups that did not come in time are NaN, and all sums after them: ``factor``,
-    which is returned, too.
+    / 2`` where it opens; where one opens, none opens in the next tile.
+
+    ``GROUPS`` > 0: gradients of tables come in that many groups, see ``gradient.py``. ``seen``: how
+    many groups this program knows to be here. It waits for a group only if it has to, since an
+    acquire empties the L1. Its limit is the longest one: the watcher's waits time out earlier, and
+    then the watcher says that the groups are here. Sums of groups that did not come in time, and
+    all sums after them, are NaN (``factor``).
+
+    Returns ``seen`` and ``factor`` afterwards.
     """
     TILE: tl.constexpr = C.TILE
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -433,12 +440,13 @@ def sum_runs_kernel(
     DTYPE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of
-    tiles, and apply.
+    """Add the partial sums of the long runs that open in GROUP tiles, in order of tiles, and apply
+    them.
 
-    arrived : after a push, the counter on which the sums before waited; it is set to zero.
+    arrived : after a push, the counter for which the sums waited; it is set to zero.
 
-    COPIED : of so many ranks, copy engines brought what was summed in the call before the epoch's.
+    COPIED : 0, or the number of ranks if copy engines brought what was summed, in the call before
+        that of the epoch.
     """
     TILE: tl.constexpr = C.TILE
     BLOCK_D: tl.constexpr = C.BLOCK_D

@@ -10,8 +10,8 @@ Read ``dispatch_triton.py`` first: equation, signals, timeline and proof are the
                         as there are, are in ``rows``
 
 - *move* (two warps of every program): the first programs push own tokens; then all take units of
-  rows, one by one in rising order (tickets), wait for the tokens of each, and copy them from x or
-  the slot.
+  rows, one by one in rising order (tickets), wait for the tokens of each unit, and copy them from x
+  or the slot.
 - *load* (one warp): waits until the units of a tile are placed, then keeps the ring full by TMA,
   rows and weights.
 
@@ -80,8 +80,8 @@ from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import DispatchConfig
 
 UNIT = gl.constexpr(16)  # rows that are placed, and signaled, at once
-AT_ONCE = gl.constexpr(8)  # rows, by
-WIDTH = gl.constexpr(1024)  # elements, that *move* has in flight; of packed FP8 bytes
+AT_ONCE = gl.constexpr(8)  # rows that *move* has in flight
+WIDTH = gl.constexpr(1024)  # columns of these: elements, or bytes of packed FP8 rows
 MOVE_REGISTERS = gl.constexpr(152)
 
 

@@ -129,9 +129,9 @@ from tileweave.planning.schedules.scatter import ScatterSchedule
 class Scaling(NamedTuple):
     """How calls with FP8 operands are scaled, and the dtype of their result.
 
-    blocks : scales are of blocks, else of rows of x and columns of the result.
+    blocks : scales are of blocks; else of rows of x and of columns of the result.
 
-    x_one, w_one : of a tensor: all rows, or columns, have one.
+    x_one, w_one : one scale for all rows of x, or for all columns of the result.
 
     keeps_sums : tensor cores may keep the sums, as in ``fast_accum``.
     """
@@ -160,8 +160,8 @@ class Scales(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Operands and results of a call; ``bias``, ``staging``, ``partials``, ``mirror`` and
-    ``residual`` are any tensor where there is none."""
+    """Operands and results of a call. A call without ``bias``, ``staging``, ``partials``,
+    ``mirror`` or ``residual`` passes any other tensor there, which is not read."""
 
     x: Any
     w: Any
@@ -220,9 +220,9 @@ class Choices(NamedTuple):
 
     BLOCK : elements that ``GATHER`` overwrites with NaN at once after a fault.
 
-    SCALED : of FP8 operands 1, scales of rows and columns, or 2, of blocks; else 0.
+    SCALED : 0 for 16-bit operands; FP8: 1 for scales of rows and columns, 2 for scales of blocks.
 
-    X_STEP, W_STEP : with scales of rows, elements from one to the next: 0 where a tensor has one.
+    X_STEP, W_STEP : elements from one scale of a row to the next: 0 where a tensor has one scale.
 
     PROMOTE : products of FP8 are added to fp32 sums after each K block.
     """
@@ -321,7 +321,8 @@ def add_copied(acc, slot, row, col, slot_rows, rank, sizes, WORLD_SIZE: tl.const
 
 @triton.jit
 def announce_own(peers, num_programs, tiles, first_row, slot, epoch, C: tl.constexpr):
-    """Count an own tile. The last one of its chunk tells all peers, if nothing timed out."""
+    """Count a tile of this rank's rows. The program that counts the last one of a chunk tells all
+    peers, if nothing timed out."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     chunk = (first_row - tiles.rank * tiles.rows) // C.TILE_M // tiles.chunk_rows
     height = tl.minimum(tiles.tile_rows - chunk * tiles.chunk_rows, tiles.chunk_rows)
@@ -345,8 +346,9 @@ def end_of_gather(peers, out, tiles, slot, sizes, epoch, C: tl.constexpr):
 
 @triton.jit
 def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
-    """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
-    then reset the counters to zero. Those of own rows, which follow, may still count."""
+    """Wait until the copy engine has pushed, since it reads the epoch and the ``counters`` of
+    chunks of peers. Then reset these counters to zero. Programs may still count in the counters of
+    own rows, which follow them."""
     await_pushed(peers, epoch, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
     inside = words < (WORLD_SIZE - 1) * MAX_SLICES
@@ -538,12 +540,17 @@ def launcher(
     scaling: Scaling | None = None,
     gathered: int = 0,
 ) -> Launcher:
-    """Launches for one shape, called with (x, w, bias or None, out, staging or None, slot, mirror
-    or None, residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``:
-    which one a copy-engine call uses; a push reads it from the epoch. ``scaling``: of FP8
-    operands. ``gathered``: of an all-reduce by tiles, rows of its result, of which ``out`` are the
-    own ones; else 0. Only there: ``mirror``, memory of the size of ``out`` that gets the result,
-    too; ``residual``, of that size, added to the result.
+    """Launches for one shape.
+
+    The launcher is called with (x, w, bias or None, out, staging or None, slot, mirror or None,
+    residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``: the one
+    that a copy-engine call uses; a push reads it from the epoch.
+
+    scaling : of FP8 operands.
+
+    gathered : 0, or for an all-reduce by tiles the rows of its result; ``out`` has those of this
+        rank. Only there are ``mirror``, memory of the size of ``out`` that gets the result, too,
+        and ``residual``, of that size, which is added to the result.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)

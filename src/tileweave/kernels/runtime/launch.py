@@ -244,11 +244,12 @@ def prepare(
 
     Parameters
     ----------
-    compiled : what a launch of a jit function returned. arguments : all that it was launched with,
-        in order.
-    words : arguments that change from launch to launch, pointers and numbers. maps : likewise,
-        descriptors, whose base changes and nothing else. None may change what the kernel was
-        specialised for: its alignment.
+    compiled : what a launch of a jit function returned.
+    arguments : all that it was launched with, in order.
+    words : names of the arguments that change from launch to launch, pointers and numbers. Their
+        alignment, which the kernel was specialised for, may not change.
+    maps : names of descriptors of which the base address changes, with the same alignment, and
+        nothing else.
     """
     metadata = getattr(compiled, "metadata", None)
     if (

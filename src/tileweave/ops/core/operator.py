@@ -8,10 +8,13 @@ would call, and records the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from tileweave.errors import UnsupportedError
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype))
@@ -65,6 +68,8 @@ class Operator:
             call = self._around_torch((*args, *results.values()) if results else args)
             if call is not None:
                 return call(*args, **results)
+            if _has_transform():  # the implementation gets tensors without their tangents
+                refuse_tangents(self.name, _with_elements((*args, *results.values())))
         return getattr(getattr(torch.ops.tileweave, self.name), self.overload)(*args, **results)
 
     def _around_torch(self, values: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -97,6 +102,23 @@ class Operator:
             # into lists
             return None if lists or _excluded(_AUTOGRAD) else self._recorded
         return self._implementation.get(on_gpu)
+
+
+def refuse_tangents(name: str, values: Iterable[Any]) -> None:
+    """Raise :class:`UnsupportedError` where one of the values has a forward-mode derivative, which
+    would be lost."""
+    if forward_ad._current_level >= 0 and any(
+        isinstance(value, torch.Tensor) and _has_tangent(value) for value in values
+    ):
+        raise UnsupportedError(
+            f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
+            "torch.autograd.grad); remedy: call on tensors without tangents"
+        )
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    with forward_ad._set_fwd_grad_enabled(True):  # torch disables it in a backward
+        return forward_ad.unpack_dual(t).tangent is not None
 
 
 def _with_elements(values: tuple[Any, ...]) -> list[Any]:

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tileweave import errors as tileweave_errors
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.operator import operator
+from tileweave.ops.core.operator import operator, refuse_tangents
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
@@ -168,13 +168,8 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
     on_gpu, is_any_autocast_enabled = kind == "cuda", torch._C._is_any_autocast_enabled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(
-            map(_has_tangent, _tensors((*args, *kwargs.values())))
-        ):
-            raise UnsupportedError(
-                f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
-                "torch.autograd.grad); remedy: call on tensors without tangents"
-            )
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, _tensors((*args, *kwargs.values())))
         if is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
@@ -201,11 +196,6 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
         return result
 
     return call
-
-
-def _has_tangent(t: torch.Tensor) -> bool:
-    with forward_ad._set_fwd_grad_enabled(True):  # torch disables it in a backward
-        return forward_ad.unpack_dual(t).tangent is not None
 
 
 def first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -477,7 +467,7 @@ def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ.
 
     A signature has the name of the operator at "op". With ``TILEWEAVE_DEBUG=1`` the lines of the
-    program that lead to the call are compared, too: calls of equal shapes in another order.
+    program that lead to the call are compared, too, which tells calls of equal shapes apart.
     """
     if debugging():
         signature = {**signature, "where": _call_site()}

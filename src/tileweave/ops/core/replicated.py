@@ -33,7 +33,7 @@ from tileweave.ops.core.registry import (
 
 
 def copy_to_group(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
-    """Return x, which all ranks have, for work whose gradient of x is a partial sum on each rank.
+    """Return x unchanged; its gradient is summed over the ranks of the group.
 
     Use it where a replicated x enters a layer that computes this rank's output features (the
     all-reduce form of tensor parallelism), and for a replicated parameter that is applied to this

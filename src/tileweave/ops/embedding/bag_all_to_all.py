@@ -133,7 +133,7 @@ def embedding_bag_all_to_all(
         layout in a loop.
 
     out_dtype : torch.dtype, optional
-        Of y and of what is sent. None: that of the tables.
+        Dtype of y and of what is sent. None: the dtype of the tables.
 
     gradient : str
         "dense" or "sparse" gradients of the tables.

@@ -223,14 +223,13 @@ def _layout(
 
 @dataclass(frozen=True, slots=True)
 class IndicesOnTheirWay:
-    """A distribution whose lengths were sent, and whose values were not; see
-    :func:`begin_distribute_indices`.
-
-    ``told``, in host memory once ``ready``: per rank, the number of values of each feature; and the
-    number of values passed, times ``len(KINDS)``, plus the index of their kind. ``leaving`` and
-    ``arriving`` are pieces of values, see ``kernels/embedding/jagged.py``, which is what ``steps``
-    is, or :class:`InTorch`.
+    """A distribution that :func:`begin_distribute_indices` began: its lengths were sent, its values
+    were not. Call :meth:`finish` to get the indices.
     """
+
+    # told, in host memory once ready: per rank, the number of values of each feature, then the
+    # number of values passed, times len(KINDS), plus the index of their kind. leaving and arriving:
+    # pieces of values, see kernels/embedding/jagged.py. steps: that module, or InTorch.
 
     values: torch.Tensor
     weights: torch.Tensor | None

@@ -121,13 +121,14 @@ def dispatch_grouped_matmul(
         then be the same on all ranks.
 
     plan : RoutingPlan, optional
-        Of an earlier call with the same ids, in the same group; saves making it again.
+        The plan of an earlier call with the same ids, in the same group; it is not made again.
 
     x_scale : [T, ceil(K/128)], float32, optional
-        Of x of float8_e4m3fn: one scale for 128 elements of a token.
+        Scales of x, if it is float8_e4m3fn: one for each 128 elements of a token.
 
     w_scale : [E_local, ceil(N/128), ceil(K/128)], float32, contiguous, optional
-        Of experts of float8_e4m3fn, contiguous: one scale for 128 x 128 of a weight.
+        Scales of experts, if they are float8_e4m3fn (then they must be contiguous): one for each
+        128 x 128 of a weight.
 
     quantize : ``"block"``, optional
         Instead of x_scale: x has 16 or 32 bits and is quantised once, before it is sent.

@@ -103,10 +103,11 @@ def grouped_matmul_combine(
         the default group.
 
     y_scale : [bound, ceil(I/128)], float32, optional
-        Of y of float8_e4m3fn, as ``tw.swiglu(..., quantize="block")`` returns it.
+        Scales of y, if it is float8_e4m3fn, as ``tw.swiglu(..., quantize="block")`` returns them.
 
     w_scale : [E_local, ceil(H/128), ceil(I/128)], float32, contiguous, optional
-        Of experts of float8_e4m3fn, contiguous: one scale for 128 x 128 of a weight.
+        Scales of experts, if they are float8_e4m3fn (then they must be contiguous): one for each
+        128 x 128 of a weight.
 
     out_dtype : torch.dtype, optional
         bfloat16 or float16, of the result of FP8 operands, and of what is sent. None: bfloat16.

@@ -41,9 +41,9 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan, quantize: str | None = None) -> A
     [bound, I], or with ``quantize`` (data, scale)
         data [bound, I] is float8_e4m3fn, scale [bound, ceil(I/128)] float32: the y and ``y_scale``
         of :func:`grouped_matmul_combine`. Computed in float32 and rounded once to the dtype of
-        y. Rows from ``plan.offsets[-1]`` on are not read, and
-        undefined, and so are those rows of the gradient of y: sums over rows must leave them out
-        (see :func:`dispatch_grouped_matmul`).
+        y. Rows from ``plan.offsets[-1]`` on are not read, and are undefined in the result and in
+        the gradient of y: sums over rows must leave them out (see
+        :func:`dispatch_grouped_matmul`).
 
     Raises
     ------

@@ -85,8 +85,8 @@ def matmul_reduce_scatter(
 
     bfloat16 and float16 on CUDA (float32 unfused), also float32 on the CPU, and FP8 with scales.
     Partial sums of ranks are rounded to the dtype of the result (in float16, those above 65504
-    become infinite), added in float32 in a fixed order, and rounded again. For the own partial sum,
-    and for the unfused path, see ``ops/reference.py``.
+    become infinite), added in float32 in a fixed order, and rounded again. ``ops/reference.py``
+    says how this rank's own partial sum, and those of the unfused path, are rounded.
 
     Parameters
     ----------

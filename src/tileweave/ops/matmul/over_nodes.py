@@ -185,9 +185,12 @@ def _multiply_in_node(
     kept: torch.Tensor | None,
     whole: tuple[torch.Tensor, ...],
 ) -> None:
-    """x [r, K] of each rank of this node, times w: into ``places`` [L, r, n], and the x themselves
-    into ``kept`` [L, r, K]. ``whole``: the results that these are in, which become NaN after a
-    time-out."""
+    """Multiply x [r, K] of each rank of this node by w.
+
+    places : [L, r, n], where the products go.
+    kept : [L, r, K], where the x themselves go; None: nowhere.
+    whole : the results that these are parts of; they become NaN after a time-out.
+    """
 
     def use(index: int, part: torch.Tensor) -> None:
         multiply(part, w, bias, places[index])
@@ -203,8 +206,8 @@ def _each_of_node(
     use: Callable[[int, torch.Tensor], object],
     whole: tuple[torch.Tensor, ...],
 ) -> None:
-    """``use(index, x)`` for each rank of this node, as its x arrives. ``whole``: what is computed
-    from these, which becomes NaN after a time-out."""
+    """Call ``use(index, x)`` for each rank of this node, as its x arrives. ``whole``: tensors that
+    are computed from these; they become NaN after a time-out."""
     if ways.inside is None:
         use(0, x)
         return
@@ -267,8 +270,12 @@ def _gather_in_node(
     traveling: tuple[torch.Tensor, torch.Tensor, Callable[[], None]],
     whole: torch.Tensor,
 ) -> None:
-    """traveling : ``own`` [r, N]; where those of all ranks of this node go, [L r, N]; what waits
-    for ``own``. ``whole``: what they are a part of, which becomes NaN after a time-out."""
+    """Gather the rows that arrive from other nodes among the ranks of this node.
+
+    traveling : this rank's rows [r, N]; the memory [L r, N] for those of all ranks of this node; a
+        function that waits until this rank's rows are there.
+    whole : the result that they are a part of; it becomes NaN after a time-out.
+    """
     own, target, wait = traveling
     wait()
     if ways.inside is None:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from tileweave.errors import require
 from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.registry import interpreting
-from tileweave.ops.matmul.scaled import BLOCK, FP8, GREATEST, blocks
+from tileweave.ops.matmul.scaled import ALIGN, BLOCK, FP8, GREATEST, blocks
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
@@ -96,6 +96,33 @@ def quantize_rows(
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     _launcher(rows, depth, in_blocks, powers, x.get_device())(x, data, scale)
     return data.view(FP8), scale
+
+
+def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x.T of x [rows, cols] with scales that are powers of two: data [cols, rows], with zeros that
+    pad its rows to a multiple of 16, and [cols] scales; ``whole``: [1], of all of x."""
+    (rows, cols), more = x.shape, -x.shape[0] % ALIGN
+    if x.numel() == 0 or not (x.is_cuda or interpreting()):
+        data, scale = _in_torch(x if whole else x.t(), "tensor" if whole else "row", powers=True)
+        data = pad((data.t() if whole else data).contiguous().view(torch.uint8), (0, more))
+        return data.view(FP8), scale.view(-1)
+    x = x.contiguous()
+    data = torch.empty((cols, rows + more), dtype=torch.uint8, device=x.device)
+    greatest = torch.zeros(1 if whole else cols, dtype=torch.int32, device=x.device)
+    scale = torch.empty(greatest.shape, dtype=torch.float32, device=x.device)
+    find, turn = _columns_launchers(rows, cols, rows + more, whole, x.get_device())
+    find(x, greatest)
+    turn(x, greatest, data, scale)
+    return data.view(FP8), scale
+
+
+@lru_cache(maxsize=1024)
+def _columns_launchers(
+    rows: int, cols: int, pitch: int, whole: bool, _device: int
+) -> tuple[Launcher, Launcher]:
+    from tileweave.kernels.quantize import columns_launchers
+
+    return columns_launchers(rows, cols, pitch, whole)
 
 
 @lru_cache(maxsize=1024)

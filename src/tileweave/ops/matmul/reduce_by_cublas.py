@@ -135,5 +135,6 @@ def _launchers(
     }
     partial, nbytes = None, rows * cols * dtype.itemsize
     if nbytes <= MOST_KEPT:  # of no use to any other call, see gather_then_multiply()
-        partial = instance.scratch(MOST_KEPT)[:nbytes].view(dtype).view(rows, cols)
+        with torch.inference_mode(False):  # calls outside of it write to this view
+            partial = instance.scratch(MOST_KEPT)[:nbytes].view(dtype).view(rows, cols)
     return reduce, norm_launcher(rows, cols), quantizers, partial

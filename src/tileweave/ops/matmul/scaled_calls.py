@@ -72,6 +72,13 @@ def as_called(
         "one tensor",
         "make one call for each weight, or concatenate them",
     )
+    check_flag(scaling)
+    require(
+        w.dtype == FP8 or scaling.w_scale is not None or scaling.out_dtype in (None, x.dtype),
+        f"out_dtype={scaling.out_dtype} of x {x.dtype} and w {w.dtype}",
+        "another dtype than that of x with FP8 operands only",
+        "drop out_dtype=, or pass FP8 operands",
+    )
     rows = as_rows(x, w, op)
     scale = scaling.x_scale
     if scale is not None and x.dim() > 2 and scale.dim() == x.dim():
@@ -88,6 +95,16 @@ def as_called(
         str(dtype).removeprefix("torch."),
         bool(scaling.fast_accum),
         scaling.quantize or "",
+    )
+
+
+def check_flag(scaling: Scaling) -> None:
+    """Raise :class:`InputError` for a ``fast_accum`` that is no flag."""
+    require(
+        isinstance(scaling.fast_accum, int | None),  # as of other flags
+        f"fast_accum={scaling.fast_accum!r:.60}",
+        "True or False",
+        "pass one of them",
     )
 
 

@@ -125,7 +125,8 @@ def _prepare(
     """Check and plan a call, and quantise x where it asks for that. Operands without scales have 16
     or 32 bits.
 
-    others : what is added to the result. results : memory of the caller.
+    others : what is added to the result.
+    results : memory of the caller for the results.
     """
     x, w, w_scale = call.x, call.w, call.w_scale
 
@@ -538,7 +539,8 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
     name = NAMES[op]
     options = (call.out_dtype, call.fast_accum, call.quantize)
     args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
-    if call.w_scale is None and (op != AR or call.w.dtype == FP8 or call.x_scale is not None):
+    of_fp8 = call.w.dtype == FP8 or call.x_scale is not None or call.quantize or call.fast_accum
+    if call.w_scale is None and (op != AR or of_fp8):
         _check(call, None)  # what the schema has no place for
     if call.out is None:
         return operator(name)(*args)

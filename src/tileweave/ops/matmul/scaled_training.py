@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
@@ -49,7 +48,7 @@ from tileweave.ops.matmul import scaled_operators as scaled
 from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
 from tileweave.ops.matmul.inputs import as_rows, check_traced
-from tileweave.ops.matmul.quantize import _in_torch, quantize_rows
+from tileweave.ops.matmul.quantize import quantize_columns, quantize_rows
 from tileweave.ops.matmul.scaled import (
     ALIGN,
     FP8,
@@ -59,7 +58,7 @@ from tileweave.ops.matmul.scaled import (
     ScaledProduct,
     as_sent,
 )
-from tileweave.ops.matmul.scaled_calls import Scaling
+from tileweave.ops.matmul.scaled_calls import Scaling, check_flag
 from tileweave.planning.problem import Plan
 
 AG, RS, AR = scaled.AG, scaled.RS, scaled.AR
@@ -82,8 +81,8 @@ def by_rows(t: torch.Tensor) -> Scaled:
 
 def by_columns(t: torch.Tensor) -> Scaled:
     """t.T with a scale for each of its rows; zeros pad them to a multiple of 16."""
-    more = -t.shape[0] % ALIGN
-    return by_rows(pad(t.t(), (0, more)) if more else t.t())
+    data, scale = quantize_columns(t)
+    return Scaled(data, scale.view(-1, 1), "row")
 
 
 def multiply(
@@ -109,8 +108,7 @@ class Recipe(NamedTuple):
         """w [N, K] as it multiplies gradients of the result: w.T [K, N]."""
         if self.name == ROWWISE:
             return by_columns(w)
-        data, scale = _in_torch(w, "tensor", powers=True)
-        return Scaled(data.t().contiguous(), scale, "tensor")
+        return Scaled(*quantize_columns(w, whole=True), "tensor")
 
     def input_gradient(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """grad [M, N] @ w [N, K]."""
@@ -195,6 +193,7 @@ def as_called(
         "one tensor each",
         "make one call for each weight, or concatenate them",
     )
+    check_flag(scaling)
     rows = as_rows(x, w, op)
     require(
         scaling.out_dtype in (None, x.dtype),
@@ -476,7 +475,7 @@ def call(
     size = rank_and_size(name)[1]
     if op == RS:
         scaled.check_rows(x.shape[0], size)
-    y = operator(NAMES[op])(rows, w, bias, name, scaling.quantize, scaling.fast_accum)
+    y = operator(NAMES[op])(rows, w, bias, name, scaling.quantize, bool(scaling.fast_accum))
     if x.dim() == 2:
         return y
     first = {AG: x.shape[0] * size, RS: x.shape[0] // size, AR: x.shape[0]}[op]
@@ -497,5 +496,5 @@ def explain(op: str, x: torch.Tensor, w: Any, bias: Any, scaling: Scaling, group
     rows = as_called(op, x, w, bias, scaling, {})
     if op == RS:
         scaled.check_rows(x.shape[0], rank_and_size(name_of(group))[1])
-    how = Recipe(scaling.quantize or "", scaling.fast_accum)
+    how = Recipe(scaling.quantize or "", bool(scaling.fast_accum))
     return how.plan(op, rows, w, name_of(group))
