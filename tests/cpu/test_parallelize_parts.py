@@ -156,8 +156,8 @@ def changed(kind: str) -> Any:
     made: Any = model()
     if kind.startswith("gate"):
         made._tp_plan, made.config = GATED, SimpleNamespace()
-    layers: Any = made.layers
-    for layer in layers:
+    for layer in made.layers:
+        attention: Any = layer.self_attn
         if kind == "residual":
             layer.mlp = WithResidual(16, 24)
         if kind in ("names", "names, no plan"):
@@ -169,9 +169,9 @@ def changed(kind: str) -> Any:
         if kind.startswith("gate"):
             layer.self_attn = Gated(4 if kind == "gate of heads" else 16)
         if kind == "norms of each head":  # as in StableLM: zip() would take the first ones
-            layer.self_attn.q_norm = nn.Sequential(nn.ModuleList(nn.RMSNorm(4) for _ in range(4)))
+            attention.q_norm = nn.Sequential(nn.ModuleList(nn.RMSNorm(4) for _ in range(4)))
         if kind == "norm of [heads, features]":  # as in Cohere
-            layer.self_attn.q_norm = nn.RMSNorm([4, 4])
+            attention.q_norm = nn.RMSNorm([4, 4])
         if kind == "looked up":
             layer.mlp = LookedUp()
         if kind == "norm between modules":
