@@ -16,6 +16,7 @@ from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
 from tileweave.ops.embedding.table_gradient import (
     Lookups,
     SortedLookups,
+    Update,
     sort_lookups,
     table_gradients,
 )
@@ -69,18 +70,10 @@ class Ours(Exchange):
         self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase, push: Any = None
     ) -> None:
         phase(SUMS)
+        compiled, factor = grad.is_cuda or self.compiled, 1.0 / self.module.world_size
+        update = Update("sgd", rate=self.module.optimizer.rate)
         table_gradients(
-            grad,
-            self.tables,
-            self.bags,
-            ordered,
-            1.0 / self.module.world_size,
-            "sgd",
-            (),
-            self.module.optimizer.rate,
-            0.0,
-            grad.is_cuda or self.compiled,
-            push,
+            grad, self.tables, self.bags, ordered, factor, update, compiled=compiled, push=push
         )
 
 

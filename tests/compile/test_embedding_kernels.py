@@ -96,9 +96,8 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
         out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)
 
         def launch() -> None:
-            lookup.launch(
-                meta, tables, columns, indices, offsets, weights, out, BATCH, False, case.config
-            )
+            bags = lookup.Bags(meta, indices, offsets, weights)
+            lookup.launch(bags, tables, columns, out, BATCH, False, case.config)
 
     (compiled,) = compile_all(launch, target)
     return compiled
@@ -137,25 +136,11 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
         )
         # in fp32 with a step: other tests look at no other sums with copy engines
         both = kind in (sums.SGD, sums.ADAGRAD) and dtype == torch.float32
+        scales, meta = torch.zeros(640), torch.zeros(2, 7, dtype=torch.int64)
+        positions = sums.Positions(keys, bags, scales, numbers, meta, rate=torch.zeros(1))
+        sizes = sums.Numbers(1e-8, 640, 200, BATCH)
         for bringing in (None, push, copied) if both else (None, push):
-            sums.sum_rows(
-                slot,
-                keys,
-                bags,
-                torch.zeros(640),
-                numbers,
-                torch.zeros(2, 7, dtype=torch.int64),
-                torch.zeros(1),
-                1e-8,
-                0.25,
-                200,
-                BATCH,
-                dtype,
-                128,
-                kind,
-                aligned,
-                push=bringing,
-            )
+            sums.sum_rows(slot, positions, sizes, 0.25, dtype, 128, kind, aligned, push=bringing)
 
     return compile_all(launch, target)
 

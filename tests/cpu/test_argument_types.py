@@ -166,8 +166,9 @@ def test_errors_of_other_reasons_are_passed_on(error: type[Exception]) -> None:
     with pytest.raises(error):
         checks_types(call)(torch.ones(2, 3, 4))  # type: ignore[arg-type]
     raised = RuntimeError()  # type: ignore[assignment]
-    with pytest.raises(tw.InputError):
+    with pytest.raises(tw.InputError) as caught:
         checks_types(call)(torch.ones(2, 3, 4))  # type: ignore[arg-type]
+    assert caught.value.__cause__ is raised
 
 
 def test_functions_are_pickled() -> None:

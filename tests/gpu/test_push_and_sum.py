@@ -87,12 +87,11 @@ class Step:
         )
 
     def __call__(self, fused: bool) -> None:
-        from tileweave.ops.embedding.table_gradient import table_gradients
+        from tileweave.ops.embedding.table_gradient import Update, table_gradients
 
         grad, push = (self.push.slot, self.push) if fused else (self.grad, None)
-        table_gradients(
-            grad, self.tables, self.lookups, self.ordered, 0.5, "sgd", (), self.rate, push=push
-        )
+        update = Update("sgd", rate=self.rate)
+        table_gradients(grad, self.tables, self.lookups, self.ordered, 0.5, update, push=push)
 
     def result(self, step: Callable[[], None]) -> list[torch.Tensor]:
         """The tables after ``step`` from their initial values. Own rows of the slot are NaN."""

@@ -17,7 +17,7 @@ from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
-from tileweave.ops.embedding.bag_all_to_all_fused import OP
+from tileweave.ops.embedding.call import OP
 from tileweave.planning.sharding import EmbeddingConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]

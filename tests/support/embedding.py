@@ -21,7 +21,8 @@ from tests.support.worlds import Member
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
-from tileweave.ops.embedding.bag_all_to_all_fused import OP, run_fused
+from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
+from tileweave.ops.embedding.call import OP, Call
 from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 
@@ -161,7 +162,7 @@ def run(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the fused kernel with this config instead of the planned one."""
-    return run_fused(
+    lookup = Call(
         bags.tables,
         bags.indices,
         bags.offsets,
@@ -171,9 +172,8 @@ def run(
         case.mode == "mean",
         case.result_dtype,
         name_of(group),
-        config,
-        out,
     )
+    return run_fused(lookup, config, out)
 
 
 def call(case: Case, bags: Bags, size: int, **options: object) -> torch.Tensor:

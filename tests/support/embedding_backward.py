@@ -13,7 +13,12 @@ from tests.support.worlds import Member
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
-from tileweave.ops.embedding.table_gradient import Lookups, sort_concurrently, table_gradients
+from tileweave.ops.embedding.table_gradient import (
+    Lookups,
+    Update,
+    sort_concurrently,
+    table_gradients,
+)
 from tileweave.planning.sharding import rows_of
 
 
@@ -203,11 +208,8 @@ def sums_of_runs(me: Member, shifts: tuple[int, ...], last: int = 0) -> None:
         lookups = Lookups(torch.cat(rows).to(me.device), offsets.to(me.device), None, batch, False)
         tables = [t.to(me.device) for t in tables]
         ordered = sort_concurrently(tables, lookups, True)
-        rate = torch.full((1,), 0.5, device=me.device)
-        assert (
-            table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, "sgd", (), rate)
-            == []
-        )
+        update = Update("sgd", rate=torch.full((1,), 0.5, device=me.device))
+        assert table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, update) == []
         for table, right in zip(tables, want, strict=True):
             assert torch.equal(table.double().cpu(), right), (
                 f"shift {shift}: rows {(table.cpu() != right).any(1).nonzero()}"

@@ -16,7 +16,8 @@ from tests.support.worlds import Member
 
 import tileweave as tw
 from tileweave.ops.core.registry import group_of, name_of, workspace_of
-from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, ROUTING, run_fused, run_routing
+from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused
+from tileweave.ops.experts.route_tokens import ROUTING, run_routing
 from tileweave.ops.experts.routing_plan import RoutingPlan, padded_ids, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
 

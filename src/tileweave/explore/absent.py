@@ -36,7 +36,7 @@ from tileweave.kernels.all_reduce import collective as exchange
 from tileweave.kernels.all_reduce import one_shot as matmul_all_reduce
 from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding import gradient as embedding_gradient
-from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD
+from tileweave.ops.embedding.call import BACKWARD
 from tileweave.transport.protocol import (
     EPOCH,
     FAULT,

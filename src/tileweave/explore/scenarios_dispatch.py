@@ -47,7 +47,7 @@ class Routing:
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_routing
+        from tileweave.ops.experts.route_tokens import run_routing
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)

@@ -32,7 +32,7 @@ def replaced(module: Any, name: str, by: Any) -> Iterator[None]:
 def lookups(world: World, rank: int, seed: int) -> Found:
     """Tables of 16-bit numbers, or of which no address is a multiple of 16 bytes. The last group of
     blocks is smaller, and one bag ends below what 32 bits hold."""
-    from tileweave.kernels.embedding.lookup import launch
+    from tileweave.kernels.embedding.lookup import Bags, launch
 
     dims, batch, dtype = (8, 8), 9, (torch.float16, torch.float32)[seed % 2]
     tables = [whole_numbers((5, dim), "table", t, seed).to(dtype) for t, dim in enumerate(dims)]
@@ -50,14 +50,14 @@ def lookups(world: World, rank: int, seed: int) -> Found:
     out = torch.full((batch, sum(dims)), 7.0)
     config = EmbeddingConfig(4, 1, 1, 1, 1, run=2)
     bags = (indices, offsets, None)
-    launch(torch.tensor(words), tables, (0, 8), *bags, out, batch, False, config)
+    launch(Bags(torch.tensor(words), *bags), tables, (0, 8), out, batch, False, config)
     yield near("out", out, pooled([table.float() for table in tables], bags, batch, False))
 
 
 def sums(world: World, rank: int, seed: int) -> Found:
     """No positions, tables without columns, and a tile with rows of two tables, of which each has
     moments."""
-    from tileweave.kernels.embedding.table_sums import ADAGRAD, SGD, sum_rows
+    from tileweave.kernels.embedding.table_sums import ADAGRAD, SGD, Numbers, Positions, sum_rows
 
     dim, count = ((4, 3), (0, 3), (4, 0))[seed % 3]
     rate, first = torch.tensor([2.0]), (0, 6, 12)
@@ -81,11 +81,9 @@ def sums(world: World, rank: int, seed: int) -> Found:
         moment = 1 + row.square().mean()
         step = 2 * row / (moment.sqrt() + 1e-3) if kind == ADAGRAD else 2 * row
         want[table][key - first[table]] -= step
-    meta = torch.tensor(words)
-    sum_rows(
-        *(grad, keys, bags, None, None, meta, rate, 1e-3, 0.5, first[-1], 2),
-        *(torch.float32, dim, kind, 1),
-    )
+    positions = Positions(keys, bags, None, None, torch.tensor(words), rate=rate)
+    numbers = Numbers(1e-3, count, first[-1], 2)
+    sum_rows(grad, positions, numbers, 0.5, torch.float32, dim, kind, 1)
     for t in range(2):
         yield near(f"table {t}", tables[t], want[t])
 

@@ -49,6 +49,7 @@ class EmbeddingBag:
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
+        from tileweave.ops.embedding.call import Call
 
         batch = self.batches[(number + drawn.order) % len(self.batches)]
         seed = (number + drawn.order) % POOL
@@ -61,18 +62,9 @@ class EmbeddingBag:
         for table in tables:
             world.know(rank, "table", table)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
-        got = run_fused(
-            tables,
-            indices,
-            offsets,
-            weights,
-            layout,
-            batch,
-            mean,
-            torch.float32,
-            world.ranks[rank].group,
-            self.config,
-        )
+        group = world.ranks[rank].group
+        call = Call(tables, indices, offsets, weights, layout, batch, mean, torch.float32, group)
+        got = run_fused(call, self.config)
         kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
         held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
         held.append((got, want))
@@ -163,7 +155,12 @@ class TableGradient:
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
-        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+        from tileweave.ops.embedding.table_gradient import (
+            Lookups,
+            Update,
+            sort_lookups,
+            table_gradients,
+        )
 
         first_only = self.first_only or (self.in_turn and number % 2 == 1)
         assert self.samples == 1 or not first_only, "one sample belongs to one rank"
@@ -201,17 +198,8 @@ class TableGradient:
             world.know(rank, "table", table)
         if self.alone:
             push.launch_alone()
-        table_gradients(
-            push.slot,
-            tables,
-            lookups,
-            ordered,
-            1.0,
-            "sgd",
-            (),
-            rate,
-            push=None if self.alone else push,
-        )
+        with_sums, update = None if self.alone else push, Update("sgd", rate=rate)
+        table_gradients(push.slot, tables, lookups, ordered, 1.0, update, push=with_sums)
         if self.alone:
             push.end_alone()
         end_push(push, world.ranks[rank].group)

@@ -102,7 +102,7 @@ def pooled(
 
 
 def lookup(world: World, rank: int, seed: int) -> Found:
-    from tileweave.kernels.embedding.lookup import launch
+    from tileweave.kernels.embedding.lookup import Bags, launch
 
     dims, batch, mean = ((8, 16), (4, 24), (5, 3))[seed % 3], 5, seed % 2 == 1
     if seed == 3:  # a multiple of four elements, and not of eight, as rows of fp16 need
@@ -116,7 +116,7 @@ def lookup(world: World, rank: int, seed: int) -> Found:
         world.know(rank, "table", table)
     config = EmbeddingConfig(4, 1 + seed % 2, 1, 1, 1, run=seed % 2)
     nothing = torch.zeros(1, 0)
-    launch(torch.zeros(4), [], (), *bags, nothing, 1, mean, config)
+    launch(Bags(torch.zeros(4), *bags), [], (), nothing, 1, mean, config)
     apart = int(seed % 3 == 2)  # where all sizes and columns are odd, or no multiple of 4
     columns = (apart, apart + dims[0])
     words = [
@@ -124,15 +124,20 @@ def lookup(world: World, rank: int, seed: int) -> Found:
     ]
     dtype = torch.float16 if seed == 3 else torch.float32
     out = torch.full((batch, apart + sum(dims)), 7.0, dtype=dtype)
-    launch(torch.tensor(words), tables, columns, *bags, out, batch, mean, config)
+    launch(Bags(torch.tensor(words), *bags), tables, columns, out, batch, mean, config)
     yield near("out", out[:, apart:], pooled(tables, bags, batch, mean))
     yield "columns of others", out[:, :apart], torch.full_like(out[:, :apart], 7.0)
 
 
 def table_sums(world: World, rank: int, seed: int) -> Found:
     """Runs of 1 to 60 positions, in every kind of step."""
-    from tileweave.kernels.embedding.table_sums import sum_rows
-    from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+    from tileweave.kernels.embedding.table_sums import Numbers, Positions, sum_rows
+    from tileweave.ops.embedding.table_gradient import (
+        Lookups,
+        Update,
+        sort_lookups,
+        table_gradients,
+    )
 
     draw = random.Random(f"runs {seed}")
     kind = ("dense", "sgd", "adagrad", "sparse")[seed % 4]
@@ -162,14 +167,13 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     weights = whole_numbers(chosen.shape, "weights", seed).clone() if seed % 3 == 1 else None
     lookups = Lookups(chosen, offsets, weights, batch, False)
     grad = whole_numbers((batch, sum(dims)), "gradient", rank, seed).clone()
-    numbers, rate, first = _KINDS[kind], torch.tensor([2.0]), [0, 6, 12]
+    rate, first = torch.tensor([2.0]), [0, 6, 12]
     states = [whole_numbers((6,), "state", t, seed).abs() for t in range(2)]
     want = [table.clone() for table in tables]
     moments = [state.clone() for state in states]
     ordered = sort_lookups(tables, lookups, False)
-    made = table_gradients(
-        grad, want, lookups, ordered, 0.5, kind, moments, rate, 1e-3, compiled=False
-    )
+    update = Update(kind, moments, rate, 1e-3)
+    made = table_gradients(grad, want, lookups, ordered, 0.5, update, compiled=False)
     keys = ordered.keys if seed % 2 else ordered.keys.int()
     keys = torch.cat([keys, keys[-1:]])[:-1]  # after them comes what could be one more of the last
     opens = torch.ones_like(keys, dtype=torch.bool)
@@ -193,11 +197,9 @@ def table_sums(world: World, rank: int, seed: int) -> Found:
     ]
     bags, scales = ordered.bags.int(), ordered.scales
     aligned = 4 if all(dim % 4 == 0 for dim in dims) else 1
-    meta, dtype, widest = torch.tensor(words), tables[0].dtype, max(dims)
-    sum_rows(
-        *(grad, keys, bags, scales, places, meta, rate, 1e-3, 0.5, first[-1], batch),
-        *(dtype, widest, numbers, aligned),
-    )
+    positions = Positions(keys, bags, scales, places, torch.tensor(words), rate=rate)
+    numbers = Numbers(1e-3, keys.numel(), first[-1], batch)
+    sum_rows(grad, positions, numbers, 0.5, tables[0].dtype, max(dims), _KINDS[kind], aligned)
     if kind in ("dense", "sparse"):
         want = [one.to_dense() for one in made]
     if kind == "sparse":

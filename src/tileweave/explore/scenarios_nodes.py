@@ -176,7 +176,7 @@ class EmbeddingOverNodes(Spanning):
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding import over_nodes
-        from tileweave.ops.embedding.inputs import Call
+        from tileweave.ops.embedding.call import Call
 
         at = number + drawn.order
         batch, seed, size = self.batches[at % len(self.batches)], at % POOL, world.size
@@ -210,8 +210,13 @@ class GradientOverNodes(Spanning):
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding import gradient_over_nodes
-        from tileweave.ops.embedding.inputs import Call
-        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
+        from tileweave.ops.embedding.call import Call
+        from tileweave.ops.embedding.table_gradient import (
+            Lookups,
+            Update,
+            sort_lookups,
+            table_gradients,
+        )
 
         at = number + drawn.order
         batch, seed, size = self.batches[at % len(self.batches)], at % POOL, world.size
@@ -229,7 +234,8 @@ class GradientOverNodes(Spanning):
             world.know(rank, name, tensor)
         with gradient_over_nodes.arriving(grad, call, least=1) as (mine, parts):
             world.know(rank, "gradient", mine)
-            table_gradients(mine, tables, lookups, ordered, 1.0, "sgd", (), rate, parts=parts)
+            update = Update("sgd", rate=rate)
+            table_gradients(mine, tables, lookups, ordered, 1.0, update, parts=parts)
         chosen = indices.view(self.tables, batch, BAG)
         for t, (table, old) in enumerate(zip(tables, before, strict=True)):
             column = layout.columns[rank][t]

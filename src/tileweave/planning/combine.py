@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
+from tileweave.planning.problem import KernelName, Plan
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import SMALL_FP8, GroupedProblem, over_nodes
 
@@ -107,18 +107,13 @@ def plan_combine(
         return over_nodes(s, inside, _ALONE, machine, interpreting)
     if s.world_size == 1:
         return Plan("local", "a group of one rank has nothing to send")
-    reason = why_unfused(
-        s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting
-    )
+    reason = s.why_unfused(machine, interpreting)
     if reason is not None:
         return Plan("unfused", reason)
     if machine.backend == "cpu":
         tile = (16, 128, 128) if s.fp8 else (16, 32, 64)
         config = CombineConfig("triton", *tile, 1, 4, 2, 2, 2, 8, 32, 1, 1)
         return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows per expert", config)
-    reason = why_no_kernel(s.dtype, machine)
-    if reason is not None:
-        return Plan("unfused", reason)
     config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows per expert if balanced"
     if config.kernel == "hopper" and s.topk > MAX_ROWS:
         config, reason = (

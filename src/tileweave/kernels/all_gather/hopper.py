@@ -482,7 +482,7 @@ def launcher(
         ),
         **scheduled(s, c, parts),
     }
-    cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
+    part_elements = s.part_elements
     shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
     control = peers.control.data_ptr()
 
@@ -497,9 +497,8 @@ def launcher(
         scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
-        if cut_tiles:
-            elements = cut_tiles * c.tile_m * c.tile_n
-            partials = torch.empty(elements, dtype=torch.float32, device=x.device)
+        if part_elements:
+            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
         start, to = x.data_ptr(), out.data_ptr()  # what is not given is out
         bias_at = to if bias is None else bias.data_ptr()
         kept_at = to if gathered is None else gathered.data_ptr()

@@ -559,7 +559,7 @@ def launcher(
         "rank": parts.rank,
         **scheduled(s, c, parts),
     }
-    cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
+    part_elements = s.part_elements
 
     def pack(
         x: torch.Tensor,
@@ -572,9 +572,8 @@ def launcher(
         scales: Sequence[torch.Tensor] | None = None,
     ) -> Call:
         partials = out
-        if cut_tiles:
-            elements = cut_tiles * c.tile_m * c.tile_n
-            partials = torch.empty(elements, dtype=torch.float32, device=x.device)
+        if part_elements:
+            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         stamps = peers.control if trace is None else trace
         tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out, out)))

@@ -23,9 +23,9 @@ from tileweave.kernels.reduce_scatter.hopper import (
     Tensors,
     choices_of,
     matmul_reduce_scatter_hopper_kernel,
-    schedule_arguments,
 )
 from tileweave.kernels.reduce_scatter.hopper_epilogue import PIECE
+from tileweave.kernels.reduce_scatter.triton import scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
@@ -63,7 +63,7 @@ def launcher(
         out_desc = descriptor(base, dtype, [rows, s.cols], out_pitch, box)
         staging_desc = descriptor(base, dtype, [slot_rows, s.cols], s.cols, box)
     descriptors = (x_desc, w_desc, out_desc, staging_desc)
-    part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+    part_elements = s.part_elements
 
     def pack(
         x: torch.Tensor,
@@ -102,8 +102,9 @@ def launcher(
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, 0, out_size, x_step, w_step, out_pitch, out_step),
         "part_rows": rows,
+        "rows": s.rows,
         "num_chunks": s.chunks,
-        **schedule_arguments(s),
+        **scheduled(s),
     }
     # registers as for matmul_reduce_scatter
     return Launcher(

@@ -79,7 +79,7 @@ from tileweave.device.triton.pull import announce_chunk, end_of_pulls
 from tileweave.device.triton.self_signaling import put_marked
 from tileweave.device.triton.signal import MAX_SLICES, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
-from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
+from tileweave.kernels.reduce_scatter.triton import scheduled, store_rows, tile_place
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
@@ -351,7 +351,7 @@ def launcher(
         DEPTH_FIRST=depth_first,
         BLOCK=POISON_BLOCK,
     )
-    part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+    part_elements = s.part_elements
 
     def pack(
         x: torch.Tensor,
@@ -389,15 +389,9 @@ def launcher(
     )
     fixed = {
         "peers": peers,
-        "rank": s.rank,
         "sizes": sizes,
-        "num_tiles": s.num_tiles,
-        "chunk_rows": min(s.chunk_rows, s.tile_rows),
         "num_chunks": s.chunks,
-        "team": s.team,
-        "tile_rows": s.tile_rows,
-        "tile_cols": s.tile_cols,
-        "k_blocks": s.k_blocks,
+        **scheduled(s),
     }
     return Launcher(
         matmul_all_to_all_kernel,

@@ -258,23 +258,21 @@ def _constants(
 
 
 def launch(
-    meta: torch.Tensor,
-    tables: list[torch.Tensor],
+    bags: Bags,
+    tables: Sequence[torch.Tensor],
     columns: tuple[int, ...],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
     out: torch.Tensor,
     batch: int,
     mean: bool,
     config: EmbeddingConfig,
 ) -> None:
     """Pool bags of all tables into ``out`` [rows, width] on the current stream: the first ``rows``
-    of the ``batch`` bags of each table."""
+    of the ``batch`` bags of each table. ``bags.weights`` may be None."""
     blocks = triton.cdiv(out.shape[0], config.bags)
     if not tables or not blocks:
         return
     made = constants(tables, columns, out.shape[1], out.element_size(), config)
+    meta, indices, offsets, weights = bags
     bags = Bags(meta, indices, offsets, indices if weights is None else weights)
     embedding_lookup_kernel[(len(tables) * blocks,)](
         bags,

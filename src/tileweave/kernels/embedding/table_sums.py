@@ -64,8 +64,8 @@ class Positions(NamedTuple):
     scales: Any
     places: Any
     meta: Any
-    partials: Any
-    rate: Any
+    partials: Any = None
+    rate: Any = None
 
 
 class Numbers(NamedTuple):
@@ -521,16 +521,9 @@ def find_keys(
 
 def sum_rows(
     grad: torch.Tensor,
-    keys: torch.Tensor,
-    bags: torch.Tensor,
-    scales: torch.Tensor | None,
-    places: torch.Tensor | None,
-    meta: torch.Tensor,
-    rate: torch.Tensor | None,
-    epsilon: float,
+    positions: Positions,
+    numbers: Numbers,
     factor: float,
-    last_key: int,
-    batch: int,
     dtype: torch.dtype,
     widest: int,
     kind: int,
@@ -542,32 +535,29 @@ def sum_rows(
     """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched
     with the sums.
 
-    grad : [B, slot width], the result's gradient in columns of this rank's tables. keys, bags
-        (int32), scales : [N], by table row: its number over all tables (``last_key``: out of
-        range), the bag, a
-        factor of its own. factor : of all sums.
-    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate :
-        a word on the device.
+    grad : [B, slot width], the result's gradient in columns of this rank's tables.
+    positions : by table row. Scales, places and rate may be None; partial sums are made here.
+    factor : of all sums.
     tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0033).
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """
-    count = keys.numel()
-    if not count:
+    if not numbers.count:
         if push is not None:
             push.launch()
         return
-    block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
+    block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(numbers.count, tile)
     partials = torch.empty(
         (tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device
     )
-    where = keys if places is None else places
-    step = partials if rate is None else rate
+    keys, _, scales, places, meta, _, rate = positions
+    positions = positions._replace(
+        scales=partials if scales is None else scales,
+        places=keys if places is None else places,
+        partials=partials,
+        rate=partials if rate is None else rate,
+    )
     warps = min(max(block // 128, 1), 8)
     cut = Cut(block, tile, kind, aligned, scales is not None, steps)
-    positions = Positions(
-        keys, bags, partials if scales is None else scales, where, meta, partials, step
-    )
-    numbers = Numbers(epsilon, count, last_key, batch)
     sums = (positions, numbers, factor, meta.shape[0], tiles)
     options = {
         "DTYPE": TYPES[dtype],

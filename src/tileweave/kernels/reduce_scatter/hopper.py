@@ -75,7 +75,7 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     tile_place,
 )
 from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
-from tileweave.kernels.reduce_scatter.triton import Scaling
+from tileweave.kernels.reduce_scatter.triton import Scaling, scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
@@ -534,20 +534,6 @@ def choices_of(s: ScatterSchedule, c: MatmulConfig, strides_w: Sequence[int]) ->
     )
 
 
-def schedule_arguments(s: ScatterSchedule) -> dict[str, int]:
-    """Arguments of the kernel that the schedule gives."""
-    return {
-        "rank": s.rank,
-        "rows": s.rows,
-        "num_tiles": s.num_tiles,
-        "chunk_rows": min(s.chunk_rows, s.tile_rows),
-        "team": s.team,
-        "tile_rows": s.tile_rows,
-        "tile_cols": s.tile_cols,
-        "k_blocks": s.k_blocks,
-    }
-
-
 def launcher(
     peers: Peers,
     schedule: ScatterSchedule,
@@ -588,7 +574,7 @@ def launcher(
     further = ("mirror_desc",) * choices.GATHER + ("residual_desc",) * residual_added
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
-    part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+    part_elements = s.part_elements
 
     def pack(
         x: torch.Tensor,
@@ -634,8 +620,9 @@ def launcher(
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, height, height * s.cols),
         "part_rows": 0,
+        "rows": s.rows,
         "num_chunks": s.chunks,
-        **schedule_arguments(s),
+        **scheduled(s),
     }
     # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
     return Launcher(

@@ -531,6 +531,20 @@ WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in Scales._fields), "slot")
 
 
+def scheduled(s: ScatterSchedule) -> dict[str, int]:
+    """The arguments, by name, that say which program computes what; all kernels over a
+    :class:`ScatterSchedule` have them."""
+    return {
+        "rank": s.rank,
+        "num_tiles": s.num_tiles,
+        "chunk_rows": min(s.chunk_rows, s.tile_rows),
+        "team": s.team,
+        "tile_rows": s.tile_rows,
+        "tile_cols": s.tile_cols,
+        "k_blocks": s.k_blocks,
+    }
+
+
 def launcher(
     peers: Peers,
     schedule: ScatterSchedule,
@@ -569,7 +583,7 @@ def launcher(
     )
     if scaling is not None:
         choices = choices._replace(**scaling.choices(c))
-    part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+    part_elements = s.part_elements
 
     def pack(
         x: torch.Tensor,
@@ -603,16 +617,10 @@ def launcher(
     height = gathered or s.world_size * s.rows
     fixed = {
         "peers": peers,
-        "rank": s.rank,
         "sizes": Sizes(
             s.place_elements, s.rows, s.cols, s.pitch, s.depth, stride_x, stride_w, height
         ),
-        "num_tiles": s.num_tiles,
-        "chunk_rows": min(s.chunk_rows, s.tile_rows),
-        "team": s.team,
-        "tile_rows": s.tile_rows,
-        "tile_cols": s.tile_cols,
-        "k_blocks": s.k_blocks,
+        **scheduled(s),
     }
     return Launcher(
         matmul_reduce_scatter_kernel,

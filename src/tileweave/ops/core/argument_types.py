@@ -38,10 +38,8 @@ def checks_types(call: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except OF_OTHER_REASONS:
-            raise
-        except RAISED:
-            refuse_types(call, args, kwargs)
+        except RAISED as error:
+            refuse_types(error, call, args, kwargs)
             raise
 
     return checked
@@ -60,10 +58,15 @@ def checks_types_first(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def refuse_types(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """After ``call`` raised: raise :class:`InputError`, which peers learn of, if an argument has a
-    type that its annotation does not allow. Nothing while torch traces."""
-    if torch.compiler.is_compiling():
+def refuse_types(
+    raised: Exception, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """After ``call`` raised one of ``RAISED``: raise :class:`InputError`, which peers learn of, if
+    an argument has a type that its annotation does not allow. Nothing while torch traces.
+
+    ``raised`` is its cause: it may have another reason, where such a type happens to work.
+    """
+    if isinstance(raised, OF_OTHER_REASONS) or torch.compiler.is_compiling():
         return
     group = kwargs.get("group")
     try:
@@ -78,7 +81,7 @@ def refuse_types(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         else:
             _require_types(call, args, kwargs)
     except TileweaveError as error:
-        raise error from None
+        raise error from raised
 
 
 def _require_types(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.argument_types import OF_OTHER_REASONS, RAISED, refuse_types
+from tileweave.ops.core.argument_types import RAISED, refuse_types
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.registry import name_of
 
@@ -44,10 +44,8 @@ def takes_dtensors(result: Dim, **places: Dim) -> Callable[[Callable[P, T]], Cal
                 if type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN):
                     return plain(x, w, bias, **options)
                 return _on_shards(plain, result, places, {"x": x, "w": w, "bias": bias, **options})
-            except OF_OTHER_REASONS:
-                raise
-            except RAISED:
-                refuse_types(plain, (x, w, bias), options)
+            except RAISED as error:
+                refuse_types(error, plain, (x, w, bias), options)
                 raise
 
         return operator  # type: ignore[return-value]

@@ -42,11 +42,7 @@ def register(spec: OperatorSpec) -> None:
     else:
         gradients = _gradients(spec, backward)
         define(schema, spec.forward, spec.fake, gradients, backward.setup_context)
-    define(
-        f"{spec.name}.out({spec.arguments}, *, {spec.out}) -> ()",
-        spec.forward,
-        _without_result(spec.fake),
-    )
+    define(f"{spec.name}.out({spec.arguments}, *, {spec.out}) -> ()", spec.forward, spec.fake)
     if spec.define_more is not None:
         spec.define_more()
     SPECS[spec.name] = spec
@@ -108,13 +104,6 @@ def _gradients(
         return tuple(result)
 
     return gradients
-
-
-def _without_result(fake: Callable[..., Any]) -> Callable[..., None]:
-    def checked(*args: Any, **kwargs: Any) -> None:
-        fake(*args, **kwargs)
-
-    return checked
 
 
 # --- Answers about operators ---

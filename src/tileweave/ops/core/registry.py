@@ -62,7 +62,7 @@ def define(
 ) -> None:
     """Define one operator: schema, implementation for CPU and CUDA, fake, gradient.
 
-    An ``.out`` form that returns nothing needs a fake only to check its arguments.
+    ``fake``: of an ``.out`` form that returns nothing, only to check its arguments.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
@@ -72,7 +72,7 @@ def define(
     for key, one in given.items():
         LIBRARY.impl(name, _with_all_results(one) if "-> (Tensor, " in schema else one, key)
     operator(name).define(given["CPU"], given["CUDA"], backward, setup_context)
-    torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
+    torch.library.register_fake(f"tileweave::{name}", _on_one_device(schema, fake), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
             f"tileweave::{name}", backward, setup_context=setup_context, lib=LIBRARY
@@ -135,12 +135,13 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _on_one_device(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse tensors on several devices in a fake.
 
     torch calls the fake if any tensor is on meta. With others on a device, results would be memory
     that no kernel wrote.
     """
+    name, returns = schema.split("(", 1)[0], not schema.endswith("-> ()")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         devices = {t.device for t in _tensors((*args, *kwargs.values()))}
@@ -149,7 +150,8 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
                 f"asked: {name} of tensors on {', '.join(sorted(map(str, devices)))}; "
                 "allowed: one device; remedy: move them to one, or load what is still on meta"
             )
-        return fake(*args, **kwargs)
+        result = fake(*args, **kwargs)
+        return result if returns else None
 
     return call
 
@@ -324,6 +326,9 @@ _triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def workspace_of(name: str, device: torch.device) -> Workspace:
     """The workspace of a group and a device; the first call for a pair is collective."""
+    known = REGISTRY.find(name, device)
+    if known is not None:
+        return known
 
     def make() -> Transport:
         group = group_of(name)

@@ -18,11 +18,13 @@ from tileweave.ops import reference
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import debugging, define, group_of
 from tileweave.ops.embedding import gradient_over_nodes
-from tileweave.ops.embedding.bag_all_to_all_fused import OP, begin_push, end_push
-from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versions_of
+from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
+from tileweave.ops.embedding.call import OP, Call
+from tileweave.ops.embedding.inputs import agree_on_gradient, plan, versions_of
 from tileweave.ops.embedding.table_gradient import (
     KINDS,
     Lookups,
+    Update,
     sort_concurrently,
     sort_lookups,
     table_gradients,
@@ -115,18 +117,10 @@ def _backward_implementation(
     divide: bool,
     need_weights: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    call = Call(
-        tables,
-        indices,
-        offsets,
-        weights,
-        EmbeddingLayout.unflatten(layout),
-        batch,
-        mean,
-        grad.dtype,
-        group_name,
-    )
-    return _take_gradient(grad, call, tables, divide, need_weights, "sparse" if sparse else "dense")
+    columns = EmbeddingLayout.unflatten(layout)
+    call = Call(tables, indices, offsets, weights, columns, batch, mean, grad.dtype, group_name)
+    update = Update("sparse" if sparse else "dense")
+    return _take_gradient(grad, call, tables, divide, need_weights, update)
 
 
 def _backward_fake(
@@ -160,20 +154,12 @@ def _step_implementation(
     need_weights: bool,
     trained: list[bool],
 ) -> torch.Tensor:
-    call = Call(
-        tables,
-        indices,
-        offsets,
-        weights,
-        EmbeddingLayout.unflatten(layout),
-        batch,
-        mean,
-        grad.dtype,
-        group_name,
-    )
+    columns = EmbeddingLayout.unflatten(layout)
+    call = Call(tables, indices, offsets, weights, columns, batch, mean, grad.dtype, group_name)
     # A table without rows takes no step, since all its indices are out of range.
     stepped = [table if steps else table[:0] for table, steps in zip(tables, trained, strict=True)]
-    return _take_gradient(grad, call, stepped, divide, need_weights, kind, states, rate, epsilon)[1]
+    update = Update(kind, states, rate, epsilon)
+    return _take_gradient(grad, call, stepped, divide, need_weights, update)[1]
 
 
 def _step_fake(
@@ -195,13 +181,11 @@ def _take_gradient(
     stepped: Sequence[torch.Tensor],
     divide: bool,
     need_weights: bool,
-    *becomes: Any,
+    update: Update,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return the gradients of tables, if any are returned, and of weights.
 
     stepped : the tables; those that take no step are without rows.
-
-    becomes : kind, and for a step also states, rate, epsilon.
     """
     tables, layout, size = call.tables, call.layout, len(call.layout.dims)
     if debugging():
@@ -226,7 +210,7 @@ def _take_gradient(
                     part.wait()
                 gw = weight_gradients(mine, tables, lookups, factor)
                 parts = []
-            found = table_gradients(mine, stepped, lookups, ordered, factor, *becomes, parts=parts)
+            found = table_gradients(mine, stepped, lookups, ordered, factor, update, parts=parts)
         return found, gw
     if path == "fused":
         push = begin_push(grad, layout, call.batch, call.group_name, own=alone)
@@ -244,7 +228,7 @@ def _take_gradient(
             gw = weight_gradients(mine, tables, lookups, factor)
         with_sums = None if alone else push
         found = table_gradients(
-            mine, stepped, lookups, ordered, factor, *becomes, compiled=compiled, push=with_sums
+            mine, stepped, lookups, ordered, factor, update, compiled=compiled, push=with_sums
         )
         if push is not None and alone:
             push.end_alone()

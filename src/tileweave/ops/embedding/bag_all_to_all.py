@@ -52,15 +52,14 @@ from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.embedding import over_nodes
 from tileweave.ops.embedding.backward import backward, setup_context
 from tileweave.ops.embedding.bag_all_to_all_fused import (
-    OP,
     Prepared,
     prepare,
     run_fused,
     run_lookup,
     run_prepared,
 )
+from tileweave.ops.embedding.call import OP, Call
 from tileweave.ops.embedding.inputs import (
-    Call,
     FusedOptimizer,
     agree_on_call,
     check_inputs,
@@ -368,7 +367,7 @@ class Accepted:
             version, instance, kept = self.ready
             if version == instance.version:
                 return kept[0]
-        made = prepare(*call, self.config)
+        made = prepare(call, self.config)
         instance = made.instance
         self.ready = instance.version, instance, instance.until_memory_moves(made)
         return made
@@ -376,21 +375,21 @@ class Accepted:
 
 def _signature(
     tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    layout: Sequence[int],
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     batch: int,
-    mean: bool,
-    out_dtype: torch.dtype,
+    *words: object,
 ) -> tuple[object, ...]:
-    """What the checks and the plan of a call depend on, and the addresses of its tables."""
+    """What the checks and the plan of a call depend on, and the addresses of its tables.
+
+    ``lists``: indices, offsets and weights. ``words``: its other numbers.
+    """
+    indices, offsets, weights = lists
     # numbers that are equal may differ in type: 4.0 is refused
-    facts: list[object] = [OP, type(batch), batch, mean, out_dtype, *layout, offsets.numel()]
+    facts: list[object] = [OP, type(batch), batch, *words, offsets.numel()]
     facts.append(unroll_of(indices.numel() / max(len(tables) * batch, 1)))
     for t in tables:
         facts += t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), t.get_device()
-    for t in (indices, offsets, weights):
+    for t in lists:
         if t is not None:
             facts += t.dtype, t.dim(), t.is_contiguous(), t.get_device()
     facts.append(None if weights is None else weights.numel() == indices.numel())
@@ -420,21 +419,17 @@ def _forward(
         refuse_shared((*tables, *states))  # what the backward changes
     debug = debugging()
     workspace = REGISTRY.find(group_name, indices.device) if group_name and not debug else None
-    signature = None
+    signature, known = None, None
     if workspace is not None:
-        signature = _signature(tables, indices, offsets, weights, layout, batch, mean, out_dtype)
+        lists = indices, offsets, weights
+        signature = _signature(tables, lists, batch, mean, out_dtype, *layout)
         known: Accepted | None = workspace.accepted.get(signature)
-        if known is not None:
-            call = Call(
-                tables, indices, offsets, weights, known.layout, batch, mean, out_dtype, group_name
-            )
-            check_rising(indices, offsets)
-            check_out(call, out, workspace.transport.world_size, workspace.transport.rank)
-            return run_prepared(
-                known.prepared(call), indices, offsets, weights, out, known.checksum
-            )
-    columns = EmbeddingLayout.unflatten(layout)
+    columns = EmbeddingLayout.unflatten(layout) if known is None else known.layout
     call = Call(tables, indices, offsets, weights, columns, batch, mean, out_dtype, group_name)
+    if workspace is not None and known is not None:
+        check_rising(indices, offsets)
+        check_out(call, out, workspace.transport.world_size, workspace.transport.rank)
+        return run_prepared(known.prepared(call), call, out, known.checksum)
     group = group_of(call.group_name) if call.group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     if debug:
@@ -455,24 +450,13 @@ def _forward(
         if chosen.config.nodes > 1:
             return over_nodes.run(call, chosen.config, out, checksum)
         if workspace is None:  # the first call, or debugging: nothing of it is kept
-            return run_fused(*call, chosen.config, out, checksum)
+            return run_fused(call, chosen.config, out, checksum)
         known = workspace.accepted[signature] = Accepted(columns, chosen.config, checksum)
-        return run_prepared(known.prepared(call), indices, offsets, weights, out, checksum)
-    y = run_lookup(
-        tables,
-        indices,
-        offsets,
-        weights,
-        columns.columns[0],
-        columns.width,
-        batch,
-        mean,
-        out_dtype,
-        chosen.config,
-        _METAS,
-        out,
-    )
-    return y if tables else y.zero_()
+        return run_prepared(known.prepared(call), call, out, checksum)
+    if out is None:
+        out = indices.new_empty(batch, columns.width, dtype=out_dtype)
+    run_lookup(call, columns.columns[0], out, chosen.config, _METAS)
+    return out if tables else out.zero_()
 
 
 def _fake(

@@ -19,6 +19,7 @@ import torch
 from tileweave.errors import CaptureError
 from tileweave.ops.core.collectives import leave_launch_order_of
 from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, workspace_of
+from tileweave.ops.embedding.call import BACKWARD, OP, Call
 from tileweave.ops.embedding.table_gradient import keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
     from tileweave.kernels.runtime.peers import Peers
 
-OP = "embedding_bag_all_to_all"
-BACKWARD = f"{OP}_backward"
 REGIONS = 3  # one with the last result, one for the next, and one that is never lent
 _MOST_METAS = 64
 
@@ -82,27 +81,16 @@ class Prepared:
     width: int
 
 
-def prepare(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    layout: EmbeddingLayout,
-    batch: int,
-    mean: bool,
-    out_dtype: torch.dtype,
-    group_name: str,
-    config: EmbeddingConfig,
-    node: int = 0,
-) -> Prepared:
-    """What :func:`run_prepared` needs of such calls.
+def prepare(call: Call, config: EmbeddingConfig, node: int = 0) -> Prepared:
+    """What :func:`run_prepared` needs of calls like this one.
 
-    ``node``: of the group, whose ranks have samples and ``layout`` in common with those of other
+    ``node``: of the group, whose ranks have samples and a layout in common with those of other
     nodes. Columns of tables of other nodes are not written.
     """
     from tileweave.kernels.embedding import bag_all_to_all as kernel
 
-    workspace = workspace_of(group_name, indices.device)
+    layout, batch, out_dtype, device = call.layout, call.batch, call.out_dtype, call.indices.device
+    workspace = workspace_of(call.group_name, device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
     size, first = len(layout.dims), node * transport.world_size
@@ -111,22 +99,15 @@ def prepare(
     chunk, skipped = rows_of(batch, size, 0)[1], rows_of(batch, size, first)[0]
     instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
     metas: Any = instance.cache.setdefault("metas", {})
-    meta = meta_of(metas, tables, columns, indices.device, transport.capturing())
+    meta = meta_of(metas, call.tables, columns, device, transport.capturing())
     peers = endpoint(instance, out_dtype)
     samples = kernel.Samples(batch, chunk, width, batch - skipped)
-    launch = _launcher(
-        instance, peers, tables, indices, offsets, weights, columns, samples, mean, config
-    )
+    launch = _launcher(instance, peers, call, columns, samples, config)
     return Prepared(instance, peers, meta, launch, skipped, end - begin, width)
 
 
 def run_prepared(
-    made: Prepared,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    out: torch.Tensor | None,
-    checksum: int,
+    made: Prepared, call: Call, out: torch.Tensor | None, checksum: int
 ) -> torch.Tensor:
     """Return the result [count, width]: a free region, or (with ``out``, or if none is free) a
     copy."""
@@ -136,13 +117,12 @@ def run_prepared(
         region, lends = instance.regions.choose(instance.transport.capture_number())
     if instance.begin(checksum, region):
         keep_for_graphs(made.meta)
-    if made.skipped:
-        offsets = offsets[made.skipped :]
+    offsets = call.offsets[made.skipped :] if made.skipped else call.offsets
     try:
-        made.launch(made.meta, indices, offsets, weights, region)
+        made.launch(made.meta, call.indices, offsets, call.weights, region)
     finally:
         instance.launched()
-    leave_launch_order_of(indices)
+    leave_launch_order_of(call.indices)
     at = region * peers.slot_size
     place = peers.slots[at : at + made.count * made.width].view(made.count, made.width)
     if out is not None:
@@ -153,49 +133,32 @@ def run_prepared(
 
 
 def run_fused(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    layout: EmbeddingLayout,
-    batch: int,
-    mean: bool,
-    out_dtype: torch.dtype,
-    group_name: str,
+    call: Call,
     config: EmbeddingConfig,
     out: torch.Tensor | None = None,
     checksum: int = 0,
     node: int = 0,
 ) -> torch.Tensor:
     """:func:`prepare` and :func:`run_prepared`, for calls that are not prepared."""
-    words = (layout, batch, mean, out_dtype, group_name, config, node)
-    made = prepare(tables, indices, offsets, weights, *words)
-    return run_prepared(made, indices, offsets, weights, out, checksum)
+    return run_prepared(prepare(call, config, node), call, out, checksum)
 
 
 def _launcher(
     instance: Instance,
     peers: Peers,
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
+    call: Call,
     columns: tuple[int, ...],
     samples: Samples,
-    mean: bool,
     config: EmbeddingConfig,
 ) -> Launcher:
     """Launches of such calls, made at the first one."""
     from tileweave.kernels.embedding.bag_all_to_all import launcher
     from tileweave.kernels.embedding.lookup import constants
 
+    tables, mean, weights = call.tables, call.mean, call.weights
     made = constants(tables, columns, samples.width, peers.slots.element_size(), config)
-    kinds = (
-        peers.slots.dtype,
-        indices.dtype,
-        offsets.dtype,
-        None if weights is None else weights.dtype,
-    )
+    weighted = None if weights is None else weights.dtype
+    kinds = (peers.slots.dtype, call.indices.dtype, call.offsets.dtype, weighted)
     key = (made, samples, mean, kinds)
     found: Any = instance.cache.get(key)
     if found is None:
@@ -222,31 +185,17 @@ def _region_of(instance: Instance, out: torch.Tensor | None) -> int | None:
 
 
 def run_lookup(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    columns: Sequence[int],
-    width: int,
-    batch: int,
-    mean: bool,
-    out_dtype: torch.dtype,
-    config: EmbeddingConfig,
-    cache: dict,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Bags of this rank's tables by the kernel, without communication: all, [batch, width], or the
-    first of each table, as many as ``out`` has rows."""
+    call: Call, columns: Sequence[int], out: torch.Tensor, config: EmbeddingConfig, cache: dict
+) -> None:
+    """Bags of this rank's tables by the kernel, without communication, into ``columns`` of ``out``:
+    the first of each table, as many as ``out`` has rows."""
     from tileweave.kernels.embedding import lookup as kernel
 
-    if out is None:
-        out = torch.empty(batch, width, dtype=out_dtype, device=indices.device)
+    tables, indices, offsets, weights = call[:4]
     capturing = indices.is_cuda and torch.cuda.is_current_stream_capturing()
     meta = meta_of(cache, tables, columns, indices.device, capturing)
-    kernel.launch(
-        meta, list(tables), tuple(columns), indices, offsets, weights, out, batch, mean, config
-    )
-    return out
+    bags = kernel.Bags(meta, indices, offsets, weights)
+    kernel.launch(bags, tables, tuple(columns), out, call.batch, call.mean, config)
 
 
 def begin_push(

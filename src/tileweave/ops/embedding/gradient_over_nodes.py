@@ -30,8 +30,8 @@ import torch
 from tileweave.ops.core.collectives import enter_launch_order_of
 from tileweave.ops.core.registry import number_of
 from tileweave.ops.core.ways import Ways, spanning_call
-from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD, begin_push, end_push
-from tileweave.ops.embedding.inputs import Call
+from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
+from tileweave.ops.embedding.call import BACKWARD, Call
 from tileweave.ops.embedding.over_nodes import samples_of, slices_of, tables_of
 from tileweave.ops.embedding.table_gradient import Part
 from tileweave.planning.sharding import EmbeddingLayout

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import breaking_off, check_together
 from tileweave.ops.core.nodes import machine_in
 from tileweave.ops.core.registry import agree, group_of, interpreting, machine_of
-from tileweave.ops.embedding.bag_all_to_all_fused import OP
+from tileweave.ops.embedding.call import OP, Call
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.ops.matmul.inputs import refuse_alias
 from tileweave.planning.problem import Plan
@@ -57,23 +56,6 @@ class FusedOptimizer:
     rate: torch.Tensor
     states: list[torch.Tensor] = field(default_factory=list)
     epsilon: float = 1e-8
-
-
-class Call(NamedTuple):
-    """One lookup and exchange, in the order of arguments of functions.
-
-    Operators take ``layout`` as a flat list.
-    """
-
-    tables: Sequence[torch.Tensor]
-    indices: torch.Tensor
-    offsets: torch.Tensor
-    weights: torch.Tensor | None
-    layout: EmbeddingLayout
-    batch: int
-    mean: bool
-    out_dtype: torch.dtype
-    group_name: str
 
 
 def plan(

@@ -26,8 +26,8 @@ import torch
 
 from tileweave.ops.core.collectives import enter_launch_order_of
 from tileweave.ops.core.ways import Ways, spanning_call
-from tileweave.ops.embedding.bag_all_to_all_fused import OP, run_fused, run_lookup
-from tileweave.ops.embedding.inputs import Call
+from tileweave.ops.embedding.bag_all_to_all_fused import run_fused, run_lookup
+from tileweave.ops.embedding.call import OP, Call
 from tileweave.ops.embedding.table_gradient import on_device
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 
@@ -82,8 +82,7 @@ def _own_node(
 ) -> torch.Tensor:
     """The result, with the columns of the tables of this node."""
     if ways.each > 1:
-        near = call._replace(group_name=ways.near)
-        return run_fused(*near, config, out, checksum, ways.node)
+        return run_fused(call._replace(group_name=ways.near), config, out, checksum, ways.node)
     layout, rank = call.layout, ways.node
     begin, end = rows_of(call.batch, len(layout.dims), rank)
     if out is None:
@@ -145,19 +144,7 @@ def _pool(
 ) -> None:
     """The bags of samples from ``begin`` on, as many as ``out`` has rows, of the tables ``mine``,
     into ``columns`` of ``out``."""
-    if not out.numel():
-        return
-    run_lookup(
-        call.tables[mine],
-        call.indices,
-        call.offsets[mine.start * call.batch + begin :],
-        call.weights,
-        columns,
-        out.shape[1],
-        call.batch,
-        call.mean,
-        call.out_dtype,
-        config,
-        _METAS,
-        out,
-    )
+    if out.numel():
+        offsets = call.offsets[mine.start * call.batch + begin :]
+        pooled = call._replace(tables=call.tables[mine], offsets=offsets)
+        run_lookup(pooled, columns, out, config, _METAS)

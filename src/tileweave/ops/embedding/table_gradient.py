@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 KINDS = ("dense", "sparse", "sgd", "adagrad")
 
 
+class Update(NamedTuple):
+    """What is made of gradients, one of ``KINDS``. A step in place also has a rate; "adagrad" a
+    state of each table and epsilon."""
+
+    kind: str
+    states: Sequence[torch.Tensor] = ()
+    rate: torch.Tensor | None = None
+    epsilon: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Lookups:
     """The bags of this rank's tables: indices, offsets and weights of a lookup."""
@@ -197,10 +207,7 @@ def table_gradients(
     lookups: Lookups,
     ordered: SortedLookups,
     factor: float,
-    kind: str,
-    states: Sequence[torch.Tensor] = (),
-    rate: torch.Tensor | None = None,
-    epsilon: float = 0.0,
+    update: Update,
     compiled: bool = True,
     push: Push | None = None,
     parts: Sequence[Part] = (),
@@ -219,29 +226,23 @@ def table_gradients(
     if not tables:
         return []
     ordered.wait()
-    keys, bags, scales, first = ordered.keys, ordered.bags, ordered.scales, ordered.first
+    keys, first, kind = ordered.keys, ordered.first, update.kind
     columns = [0]
     for table in tables:
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
         for part in parts:
             part.wait()
-        return _in_torch(
-            grad,
-            tables,
-            keys,
-            bags,
-            scales,
-            first,
-            columns,
-            lookups.batch,
-            kind,
-            states,
-            rate,
-            epsilon,
-            factor,
-        )
-    from tileweave.kernels.embedding.table_sums import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
+        return _in_torch(grad, tables, lookups.batch, ordered, columns, factor, update)
+    from tileweave.kernels.embedding.table_sums import (
+        ADAGRAD,
+        DENSE,
+        SGD,
+        SPARSE,
+        Numbers,
+        Positions,
+        sum_rows,
+    )
 
     number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
     places, rows, ends = None, None, [0] * (len(tables) + 1)
@@ -256,7 +257,7 @@ def table_gradients(
         rows = keys[opens].long()
         ends = torch.searchsorted(rows, on_device(tuple(first), keys.device)).tolist()
         targets = [t.new_empty(ends[i + 1] - ends[i], t.shape[1]) for i, t in enumerate(tables)]
-    addresses = [state.data_ptr() for state in states] or [0] * len(tables)
+    addresses = [state.data_ptr() for state in update.states] or [0] * len(tables)
     own = [0] * len(tables) if push is None else push.columns
     words = [
         (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i])
@@ -268,23 +269,18 @@ def table_gradients(
         t.data_ptr() % 16 == 0 for t in (grad, *targets)
     )
     whole = whole and (push is None or push.aligned > 1)
+    numbers = Numbers(update.epsilon, keys.numel(), first[-1], lookups.batch)
     # before the waits: making one may wait for the device
     metas = [on_device(_of_part(words, part), grad.device) for part in parts or (None,)]
     for part, meta in zip(parts or (None,), metas, strict=True):
         if part is not None:
             part.wait()
+        positions = Positions(keys, ordered.bags, ordered.scales, places, meta, rate=update.rate)
         sum_rows(
             grad,
-            keys,
-            bags,
-            scales,
-            places,
-            meta,
-            rate,
-            epsilon,
+            positions,
+            numbers,
             factor,
-            first[-1],
-            lookups.batch,
             tables[0].dtype,
             widest,
             number,
@@ -316,19 +312,15 @@ def _coo(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch
 def _in_torch(
     grad: torch.Tensor,
     tables: Sequence[torch.Tensor],
-    keys: torch.Tensor,
-    bags: torch.Tensor,
-    scales: torch.Tensor | None,
-    first: list[int],
-    columns: list[int],
     batch: int,
-    kind: str,
-    states: Sequence[torch.Tensor],
-    rate: torch.Tensor | None,
-    epsilon: float,
+    ordered: SortedLookups,
+    columns: list[int],
     factor: float,
+    update: Update,
 ) -> list[torch.Tensor]:
     """The same in plain torch, in order of positions, so deterministic on the CPU."""
+    keys, bags, scales, first = ordered.keys, ordered.bags, ordered.scales, ordered.first
+    kind, states, rate, epsilon = update
     found = []
     for number, table in enumerate(tables):
         mine = (keys >= first[number]) & (keys < first[number + 1])

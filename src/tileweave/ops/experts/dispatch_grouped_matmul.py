@@ -12,7 +12,7 @@ y          [bound, N]              rows sorted by expert; undefined from row
                                    ``plan.offsets[-1]`` on
 =========  ======================  ==========================================================
 
-forward : a routing plan (``kernels/experts/routing.py``), then one kernel that sends tokens and
+forward : a routing plan (``route_tokens.py``), then one kernel that sends tokens and
 multiplies those that have arrived (``kernels/experts/dispatch_triton.py``). There is no capacity:
 bound = R * max_tokens * k, and tensors of rows have this size whatever is routed here. The host
 waits for nothing, so a CUDA graph may capture it.
@@ -35,19 +35,16 @@ import torch
 
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
-from tileweave.ops.core import collectives
 from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.dtensors import refuse_dtensors
-from tileweave.ops.core.nodes import known_topology_of, machine_in, topology_of
+from tileweave.ops.core.nodes import known_topology_of, topology_of
 from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import (
     Group,
     contiguous,
     debugging,
-    define,
     group_of,
-    interpreting,
     log_fallback,
     name_of,
     rank_and_size,
@@ -55,28 +52,19 @@ from tileweave.ops.core.registry import (
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts import over_nodes
 from tileweave.ops.experts import scaled_operators as scaled
-from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
+from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused
 from tileweave.ops.experts.gradients import gradient_of_experts
 from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.experts.kept_tokens import new_kept, receive, rows_of
-from tileweave.ops.experts.routing_plan import (
-    RoutingPlan,
-    check_plan,
-    padded_ids,
-    problem_of,
-    reference_plan,
-    routing_plan,
-    words_of,
-)
+from tileweave.ops.experts.route_tokens import make_plan
+from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, plan_grouped, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
 from tileweave.ops.matmul.scaled_calls import Scaling
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
-from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, routes_fused
-from tileweave.planning.topology import Topology
+from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
 
-_ID_DTYPES = (torch.int32, torch.int64)
-_OPERATOR, _INTO_OUT, _ROUTE = operator(OP), operator(f"{OP}.out"), operator("route_tokens")
+_OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
 
 
 @checks_types
@@ -247,86 +235,6 @@ def _check_call(
         )
 
 
-def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
-    """The plan of ids [T, k], by the operator ``route_tokens``. ``experts``: how many each rank
-    has."""
-    rank, size = rank_and_size(name)
-    table = _ROUTE(topk_ids, experts, max_tokens, name)
-    return RoutingPlan(
-        table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name
-    )
-
-
-# --- Routing ---
-
-
-def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
-    rank, size = rank_and_size(group_name)
-    if debugging():
-        signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts}
-        check = partial(_check_routing, topk_ids, experts, max_tokens, size, True)
-        check_together(OP, group_name, signature, check)
-    else:
-        _check_routing(topk_ids, experts, max_tokens, size, False)
-    ranks = topology_of(group_of(group_name), topk_ids.device)
-    machine = machine_in(ranks, topk_ids.device)
-    if routes_fused(size, machine, interpreting()) and max_tokens:
-        return run_routing(topk_ids, size * experts, max_tokens, group_name).table
-    ids = padded_ids(topk_ids, max_tokens)
-    everyone = (
-        ids[None]
-        if size == 1
-        else collectives.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
-    )
-    nodes = ranks.nodes if ranks.per_node else 1
-    return reference_plan(everyone, rank, size * experts, nodes=nodes).table
-
-
-def _check_routing(
-    topk_ids: torch.Tensor, experts: int, max_tokens: int, size: int, wait: bool
-) -> None:
-    """Raise :class:`InputError` for ids that do not fit.
-
-    ``wait``: also check that all experts exist, for which the host waits for the device.
-    """
-
-    def asked() -> str:
-        return (
-            f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, "
-            f"{experts} experts on {size} ranks"
-        )
-
-    def strided() -> str:
-        return f"topk_ids {tuple(topk_ids.shape)} with strides {topk_ids.stride()}"
-
-    require(topk_ids.dtype in _ID_DTYPES, asked, "int32 or int64", "convert them")
-    require(
-        topk_ids.is_contiguous(), strided, "contiguous int32 or int64", "pass topk_ids.contiguous()"
-    )
-    require(
-        topk_ids.shape[0] <= max_tokens,
-        asked,
-        "at most max_tokens tokens",
-        "raise max_tokens on every rank",
-    )
-    require(experts > 0 and topk_ids.shape[1] > 0, asked, "at least one of each", "pass some")
-    entries = size * max_tokens * topk_ids.shape[1]
-    require(entries < 1 << 30, asked, "fewer than 2**30 choices in all", "split the batch")
-    if wait and topk_ids.numel():
-        least, most = int(topk_ids.min()), int(topk_ids.max())
-        fits = least >= -1 and most < size * experts
-        require(
-            fits, lambda: f"experts {least} to {most}", f"-1 to {size * experts - 1}", "fix the ids"
-        )
-
-
-def _route_fake(
-    topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str
-) -> torch.Tensor:
-    words = words_of(rank_and_size(group_name)[1], max_tokens, topk_ids.shape[1], experts)
-    return topk_ids.new_empty(words, dtype=torch.int32)
-
-
 # --- Forward ---
 
 
@@ -385,12 +293,6 @@ def check_inputs(
         refuse_alias((out,), (x, experts, plan.table))
 
 
-def plan_call(experts: torch.Tensor, plan: RoutingPlan, ranks: Topology) -> Plan[DispatchConfig]:
-    """The plan of this call, the same on every rank."""
-    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
-    return plan_dispatch(*sizes, interpreting())
-
-
 def _forward(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -413,7 +315,8 @@ def _forward(
         check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
     else:
         check_inputs(x, experts, routed, out)
-    chosen = plan_call(experts, routed, topology_of(group_of(group_name), x.device))
+    ranks = topology_of(group_of(group_name), x.device)
+    chosen = plan_grouped(plan_dispatch, routed, experts, ranks)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
     if chosen.config is not None and chosen.config.nodes > 1:
         kept = new_kept(x, routed, keep)
@@ -504,7 +407,8 @@ def _backward(
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    config = plan_call(experts, routed, known_topology_of(group_name)).config
+    ranks = known_topology_of(group_name)
+    config = plan_grouped(plan_dispatch, routed, experts, ranks).config
     tokens, near = x, routed
     if config is not None and config.nodes > 1:
         tokens, kept, near = over_nodes.kept_tokens(x, kept, routed, config.nodes)
@@ -513,16 +417,7 @@ def _backward(
     else:
         from tileweave.kernels.experts.rows import gather_rows
 
-        rows = gather_rows(
-            tokens,
-            kept,
-            near.fields,
-            near.local_experts,
-            near.max_tokens,
-            topk,
-            near.rank,
-            near.world_size,
-        )
+        rows = gather_rows(tokens, kept, near.fields, *near.sizes)
     return dx, gradient_of_experts(grad, rows, routed.offsets)
 
 
@@ -533,9 +428,7 @@ def _sum_over_rows(
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
-    ranks = known_topology_of(group_name)
-    sizes = problem_of(routed, turned.shape[1], turned.shape[2], turned, ranks)
-    chosen = plan_combine(*sizes, interpreting())
+    chosen = plan_grouped(plan_combine, routed, turned, known_topology_of(group_name))
     if chosen.config is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
@@ -547,23 +440,9 @@ def _sum_over_rows(
 
 
 def _like(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    kept: torch.Tensor,
-    experts: torch.Tensor,
-    table: torch.Tensor,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
+    _grad: torch.Tensor, x: torch.Tensor, _kept: torch.Tensor, experts: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), experts.new_empty(experts.shape)
-
-
-define(
-    "route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor",
-    _route,
-    _route_fake,
-)
 
 
 # --- Plans and warmup ---
@@ -597,7 +476,7 @@ def explain(
         plan = RoutingPlan(
             x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *rank_and_size(name)
         )
-    return plan_call(experts, plan, known_topology_of(name))
+    return plan_grouped(plan_dispatch, plan, experts, known_topology_of(name))
 
 
 def warmup(

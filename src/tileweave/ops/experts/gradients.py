@@ -17,7 +17,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.registry import group_of, interpreting, machine_of
 from tileweave.ops.experts import over_nodes
-from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, problem_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, plan_grouped
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
 
 
@@ -37,8 +37,7 @@ def combine_gradients(
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
     ranks = known_topology_of(group_name)
-    sizes = problem_of(plan, experts.shape[2], experts.shape[1], y, ranks)
-    config = plan_dispatch(*sizes, interpreting()).config
+    config = plan_grouped(plan_dispatch, plan, experts.transpose(1, 2), ranks).config
     if config is not None and config.nodes > 1:
         op, needs = "gradient of grouped_matmul_combine", int(need_weights)
         with over_nodes.arriving(op, grad, experts, plan, needs) as (tokens, near):
@@ -110,8 +109,7 @@ def _gradient_of_rows(
         grad, experts.transpose(1, 2), plan, g, plan.group_name, config, needs=int(need_weights)
     )
     if rows is None and keep:  # before the next call writes over them
-        sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *plan.sizes)
     weighted = torch.empty_like(y) if keep and everyone is not None else None
     dots = expert_rows.weigh_rows(g, y, everyone, weighted, plan.fields, plan.local_experts)
     return g, y if weighted is None else weighted, dots, g if rows is None else rows

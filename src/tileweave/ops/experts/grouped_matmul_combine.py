@@ -41,7 +41,6 @@ from tileweave.ops.core.registry import (
     agree,
     debugging,
     group_of,
-    interpreting,
     log_fallback,
     name_of,
     workspace_of,
@@ -51,12 +50,11 @@ from tileweave.ops.experts import over_nodes
 from tileweave.ops.experts import scaled_operators as scaled
 from tileweave.ops.experts.gradients import combine_gradients
 from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
-from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, problem_of, routing_plan
+from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, plan_grouped, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
 from tileweave.ops.matmul.scaled_calls import Scaling
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
-from tileweave.planning.topology import Topology
 from tileweave.transport.workspace import REGISTRY
 
 _OPERATOR, _INTO_OUT = operator(OP), operator(f"{OP}.out")
@@ -273,12 +271,6 @@ def check_tokens(
         check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
 
 
-def plan_call(plan: RoutingPlan, experts: torch.Tensor, ranks: Topology) -> Plan[CombineConfig]:
-    """The plan of this call, the same on every rank."""
-    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
-    return plan_combine(*sizes, interpreting())
-
-
 def _accept(
     y: torch.Tensor,
     experts: torch.Tensor,
@@ -321,7 +313,8 @@ def _accept(
         )
     else:
         check_inputs(y, experts, plan, weights, out)
-    chosen = plan_call(plan, experts, topology_of(group_of(group_name), y.device))
+    ranks = topology_of(group_of(group_name), y.device)
+    chosen = plan_grouped(plan_combine, plan, experts, ranks)
     if chosen.config is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
     return chosen
@@ -356,13 +349,10 @@ def _forward(
 def _fake(
     y: torch.Tensor,
     experts: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
+    _table: torch.Tensor,
+    _weights: torch.Tensor | None,
     tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    *,
+    *_: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return y.new_empty(tokens, experts.shape[1])
@@ -391,16 +381,9 @@ def _backward(
 
 
 def _like(
-    grad: torch.Tensor,
-    y: torch.Tensor,
-    experts: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
-    tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
+    grad: torch.Tensor, y: torch.Tensor, experts: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, _, tokens, _, topk, _ = rest
     of_weights = grad.new_empty(tokens, topk, dtype=torch.float32)
     return torch.empty_like(y), experts.new_empty(experts.shape), of_weights
 
@@ -429,7 +412,8 @@ def explain(
     scaling = Scaling(y_scale, w_scale, None, out_dtype)
     if not scaled.check_explained(OP, y, experts, scaling):
         check_inputs(y, experts, plan, None, None)
-    return plan_call(plan, experts, known_topology_of(plan.group_name, plan.world_size))
+    ranks = known_topology_of(plan.group_name, plan.world_size)
+    return plan_grouped(plan_combine, plan, experts, ranks)
 
 
 _ARGUMENTS = (

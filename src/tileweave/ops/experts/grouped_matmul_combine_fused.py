@@ -13,7 +13,7 @@ from tileweave.ops.core.registry import endpoint, number_of, workspace_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, shape_of
 from tileweave.planning.combine import SCALED_PORTABLE, CombineConfig, slot_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
-from tileweave.transport.workspace import REGISTRY, Instance
+from tileweave.transport.workspace import Instance
 
 OP = "grouped_matmul_combine"
 
@@ -34,9 +34,9 @@ def run_fused(
     """
     from tileweave.kernels.experts import combine_triton as kernel
 
-    workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
+    workspace = workspace_of(group_name, y.device)
     transport = workspace.transport
-    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
+    shape = shape_of(plan, experts)
     instance = workspace.instance(OP, "sm")
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
     called = (OP, y.dtype, out.dtype, weights is None)

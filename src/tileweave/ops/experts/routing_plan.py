@@ -19,17 +19,21 @@ activation, gradients).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from tileweave.errors import require
 from tileweave.ops.core.nodes import machine_in
-from tileweave.ops.core.registry import machine_of, rank_and_size
+from tileweave.ops.core.registry import interpreting, machine_of, rank_and_size
 from tileweave.planning.machine import Machine
+from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import GroupedProblem
 from tileweave.planning.topology import Topology
 
+C = TypeVar("C")
 _WORDS = 4  # fields begin at multiples of 16 bytes
 
 
@@ -106,6 +110,11 @@ class RoutingPlan:
         return words_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
 
     @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """What kernels over rows take after the fields."""
+        return self.local_experts, self.max_tokens, self.topk, self.rank, self.world_size
+
+    @property
     def fields(self) -> tuple[torch.Tensor, ...]:
         """The fields in the order of the table, flat."""
         begins, sizes = layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
@@ -143,8 +152,8 @@ class RoutingPlan:
 
     @property
     def everyone(self) -> torch.Tensor:
-        begin = self.words - _padded(self.entries)
         shape = (self.world_size, self.max_tokens, self.topk)
+        begin = layout_of(*shape, self.local_experts)[0][-1]
         return self.table[begin : begin + self.entries].view(shape)
 
 
@@ -166,19 +175,16 @@ def layout_of(
     )
     begins = [0]
     for size in sizes:
-        begins.append(begins[-1] + _padded(size))
+        begins.append(begins[-1] + size + -size % _WORDS)
     return tuple(begins), sizes
 
 
 def words_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -> int:
     """The size of a table in int32 words. It does not depend on nodes, which a compiler does not
     know."""
-    fields = layout_of(world_size, max_tokens, topk, local_experts)[0][-1]
-    return fields + _padded(world_size * max_tokens * topk)
-
-
-def _padded(words: int) -> int:
-    return -(-words // _WORDS) * _WORDS
+    everyone = world_size * max_tokens * topk
+    begin = layout_of(world_size, max_tokens, topk, local_experts)[0][-1]
+    return begin + everyone + -everyone % _WORDS
 
 
 def routing_plan(
@@ -195,31 +201,33 @@ def routing_plan(
     )
 
 
-def shape_of(
-    plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype, nodes: int = 1
-) -> GroupedProblem:
-    """The sizes of a call with weights [E_local, cols, depth]; the same on every rank."""
+def shape_of(plan: RoutingPlan, weights: torch.Tensor, nodes: int = 1) -> GroupedProblem:
+    """The sizes of a call with ``weights`` [E_local, N, K]; the same on every rank."""
+    dtype = weights.dtype
     return GroupedProblem(
         plan.world_size,
         plan.max_tokens,
         plan.topk,
         plan.local_experts,
-        cols,
-        depth,
+        weights.shape[1],
+        weights.shape[2],
         dtype.itemsize,
         str(dtype).removeprefix("torch."),
         nodes,
     )
 
 
-def problem_of(
-    plan: RoutingPlan, cols: int, depth: int, like: torch.Tensor, ranks: Topology
-) -> tuple[GroupedProblem, Machine]:
-    """What is planned of a call on tensors like ``like`` in a group of ``ranks``. Nodes of unlike
-    numbers of ranks have no path between them."""
+def plan_grouped(
+    planner: Callable[[GroupedProblem, Machine, bool], Plan[C]],
+    plan: RoutingPlan,
+    weights: torch.Tensor,
+    ranks: Topology,
+) -> Plan[C]:
+    """What ``planner`` plans for a call with ``weights`` in a group of ``ranks``; the same on every
+    rank. Nodes of unlike numbers of ranks have no path between them."""
     even = ranks.per_node > 0
-    machine = machine_of(like.device) if even else machine_in(ranks, like.device)
-    return shape_of(plan, cols, depth, like.dtype, ranks.nodes if even else 1), machine
+    machine = machine_of(weights.device) if even else machine_in(ranks, weights.device)
+    return planner(shape_of(plan, weights, ranks.nodes if even else 1), machine, interpreting())
 
 
 def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> None:

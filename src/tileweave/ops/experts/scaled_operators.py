@@ -29,7 +29,7 @@ from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import debugging, define, group_of, interpreting, log_fallback
 from tileweave.ops.experts import dispatch_grouped_matmul_fused, grouped_matmul_combine_fused
 from tileweave.ops.experts.kept_tokens import receive, rows_of
-from tileweave.ops.experts.routing_plan import RoutingPlan, problem_of, routing_plan
+from tileweave.ops.experts.routing_plan import RoutingPlan, plan_grouped, routing_plan
 from tileweave.ops.experts.scaled import (
     ScaledExperts,
     ScaledRows,
@@ -43,10 +43,8 @@ from tileweave.ops.experts.scaled import (
 from tileweave.ops.matmul.inputs import check_shape, check_traced
 from tileweave.ops.matmul.scaled import FP8, OUT_DTYPES, refuse_gradients
 from tileweave.ops.matmul.scaled_calls import Scaling
-from tileweave.planning.combine import CombineConfig, plan_combine
-from tileweave.planning.problem import Plan
-from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
-from tileweave.planning.topology import Topology
+from tileweave.planning.combine import plan_combine
+from tileweave.planning.schedules.grouped import plan_dispatch
 
 DISPATCH, COMBINE = dispatch_grouped_matmul_fused.OP, grouped_matmul_combine_fused.OP
 NAMES = {DISPATCH: "dispatch_grouped_scaled_matmul", COMBINE: "grouped_scaled_matmul_combine"}
@@ -136,14 +134,6 @@ class Dispatch(NamedTuple):
             )
 
 
-def plan_of_dispatch(
-    experts: torch.Tensor, plan: RoutingPlan, ranks: Topology
-) -> Plan[DispatchConfig]:
-    """The plan of this call, the same on every rank."""
-    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
-    return plan_dispatch(*sizes, interpreting())
-
-
 def dispatch(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -172,7 +162,8 @@ def dispatch(
         check_together(DISPATCH, group_name, signature, partial(call.check, plan))
     else:
         call.check(plan)
-    chosen = plan_of_dispatch(experts, plan, topology_of(group_of(group_name), x.device))
+    ranks = topology_of(group_of(group_name), x.device)
+    chosen = plan_grouped(plan_dispatch, plan, experts, ranks)
     y = out
     if y is None:
         y = x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
@@ -194,10 +185,8 @@ def _rows(tokens: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.
         return rows_of(tokens, kept, plan)
     from tileweave.kernels.experts.rows import gather_rows
 
-    wide = (plan.fields, plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-    # in words of 4 bytes
-    rows = gather_rows(tokens.view(torch.int32), kept.view(torch.int32), *wide)
-    return rows.view(torch.uint8)
+    words = tokens.view(torch.int32), kept.view(torch.int32)  # of 4 bytes
+    return gather_rows(*words, plan.fields, *plan.sizes).view(torch.uint8)
 
 
 def _fake_dispatch(
@@ -265,14 +254,6 @@ class Combine(NamedTuple):
             )
 
 
-def plan_of_combine(
-    experts: torch.Tensor, plan: RoutingPlan, ranks: Topology
-) -> Plan[CombineConfig]:
-    """The plan of this call, the same on every rank."""
-    sizes = problem_of(plan, experts.shape[1], experts.shape[2], experts, ranks)
-    return plan_combine(*sizes, interpreting())
-
-
 def combine(
     y: torch.Tensor,
     y_scale: torch.Tensor,
@@ -301,7 +282,7 @@ def combine(
     else:
         call.check(plan)
     group = group_of(group_name)
-    chosen = plan_of_combine(experts, plan, topology_of(group, y.device))
+    chosen = plan_grouped(plan_combine, plan, experts, topology_of(group, y.device))
     if chosen.config is not None:
         z = (
             y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
@@ -353,11 +334,7 @@ def call(op: str, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tens
 
 def _define(name: str, arguments: str, forward: Any, fake: Any) -> None:
     define(f"{name}({arguments}) -> Tensor", forward, fake)
-
-    def checked(*args: Any, **kwargs: Any) -> None:
-        fake(*args, **kwargs)
-
-    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, checked)
+    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, fake)
 
 
 def define_dispatch() -> None:

@@ -39,34 +39,31 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
+    by_tiles = config.transport == "copy_engine"
+    if not (config.multiplies_chunks or by_tiles or config.kernel == "library"):
+        norm = norm_weight is not None
+        instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
+        instance.begin(chosen.checksum)
+        try:
+            launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
+        finally:
+            instance.launched()
+        return
+    from tileweave.ops.matmul.reduce_by_cublas import Added
+
+    call = (Added(bias, residual, norm_weight, norm_eps), out, residual_out, group_name, chosen)
     if config.multiplies_chunks:
         from tileweave.ops.matmul import over_nodes
-        from tileweave.ops.matmul.reduce_by_cublas import Added
 
-        added = Added(bias, residual, norm_weight, norm_eps)
-        over_nodes.reduce(x, w, added, out, residual_out, group_name, chosen)
-        return
-    if config.transport == "copy_engine":
+        over_nodes.reduce(x, w, *call)
+    elif by_tiles:
         from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
-        from tileweave.ops.matmul.reduce_by_cublas import Added
 
-        added = Added(bias, residual, norm_weight, norm_eps)
-        reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
-        return
-    if config.kernel == "library":
+        reduce_by_tiles(Operands(x, w), *call)
+    else:
         from tileweave.ops.matmul.cublas import Plain
-        from tileweave.ops.matmul.reduce_by_cublas import Added
 
-        added = Added(bias, residual, norm_weight, norm_eps)
-        run_library((x,), Plain(w, None), added, out, residual_out, group_name, chosen)
-        return
-    norm = norm_weight is not None
-    instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
-    instance.begin(chosen.checksum)
-    try:
-        launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
-    finally:
-        instance.launched()
+        run_library((x,), Plain(w, None), *call)
 
 
 def run_scaled(

@@ -22,6 +22,7 @@ No gradients: calls with tensors that require them are refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -265,25 +266,6 @@ def gather(
     )
 
 
-def _fake_gather(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    out_dtype: str,
-    fast_accum: bool,
-    quantize: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    size = dist.get_world_size(group_of(group_name))
-    check_traced(lambda: _check_gather(call, bias, size))
-    return x.new_empty(size * x.shape[0], w.shape[0], dtype=OUT_DTYPES[out_dtype])
-
-
 # --- matmul_reduce_scatter ---
 
 
@@ -325,7 +307,8 @@ def scatter(
     return out
 
 
-def _fake_scatter(
+def _fake(
+    op: str,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -339,9 +322,11 @@ def _fake_scatter(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    size = dist.get_world_size(group_of(group_name))
-    check_traced(lambda: _check_scatter(call, bias, size))
-    return x.new_empty(x.shape[0] // size, w.shape[0], dtype=OUT_DTYPES[out_dtype])
+    size, rows = dist.get_world_size(group_of(group_name)), x.shape[0]
+    check = _check_gather if op == AG else _check_scatter
+    check_traced(lambda: check(call, bias, size))
+    rows = size * rows if op == AG else rows // size
+    return x.new_empty(rows, w.shape[0], dtype=OUT_DTYPES[out_dtype])
 
 
 # --- matmul_all_reduce ---
@@ -566,21 +551,17 @@ def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any
         " str out_dtype, bool fast_accum, str quantize"
     )
     define(f"{name}({arguments}) -> {results}", forward, fake)
-
-    def checked(*args: Any, **kwargs: Any) -> None:
-        fake(*args, **kwargs)
-
-    define(f"{name}.out({arguments}, *, {outs}) -> ()", forward, checked)
+    define(f"{name}.out({arguments}, *, {outs}) -> ()", forward, fake)
 
 
 def define_gather() -> None:
     """Define ``all_gather_scaled_matmul``."""
-    _define(AG, "", "Tensor", "Tensor(a!) out", gather, _fake_gather)
+    _define(AG, "", "Tensor", "Tensor(a!) out", gather, partial(_fake, AG))
 
 
 def define_scatter() -> None:
     """Define ``scaled_matmul_reduce_scatter``."""
-    _define(RS, "", "Tensor", "Tensor(a!) out", scatter, _fake_scatter)
+    _define(RS, "", "Tensor", "Tensor(a!) out", scatter, partial(_fake, RS))
 
 
 def define_reduce() -> None:

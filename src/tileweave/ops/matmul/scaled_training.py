@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -205,10 +206,16 @@ def as_called(
     return rows
 
 
-# --- all_gather_matmul ---
+# --- Forward ---
 
 
-def _gather(
+def _rows(op: str, rows: int, size: int) -> int:
+    """Rows of the result for x of so many."""
+    return {AG: rows * size, RS: rows // size, AR: rows}[op]
+
+
+def _forward(
+    op: str,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -217,24 +224,32 @@ def _gather(
     fast_accum: bool,
 ) -> torch.Tensor:
     _check(x, w, bias, recipe)
-    more = (_plain(bias), group_name, _name_of(x.dtype), fast_accum, "")
-    return _scaled(scaled.gather, by_rows(x), by_rows(w), *more)
+    data, weight = by_rows(x), by_rows(w)
+    if op == AR and not group_name:  # a layer that sends nothing
+        y = multiply(data, weight, x.dtype, fast_accum)
+        return y if bias is None else y.add_(bias)
+    plain = None if bias is None else bias.detach().contiguous()
+    more = (group_name, _name_of(x.dtype), fast_accum, "")
+    if op == AR:
+        return _scaled(scaled.reduce, data, weight, plain, None, None, scaled.EPS, "", *more)[0]
+    return _scaled(scaled.gather if op == AG else scaled.scatter, data, weight, plain, *more)
 
 
-def _plain(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach().contiguous()
-
-
-def _fake_gather(
+def _fake(
+    op: str,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
     recipe: str,
-    fast_accum: bool,
+    _fast_accum: bool,
 ) -> torch.Tensor:
     check_traced(lambda: _check(x, w, bias, recipe))
-    return x.new_empty(dist.get_world_size(group_of(group_name)) * x.shape[0], w.shape[0])
+    size = 1 if op == AR else dist.get_world_size(group_of(group_name))
+    return x.new_empty(_rows(op, x.shape[0], size), w.shape[0])
+
+
+# --- Backward ---
 
 
 @dataclass(slots=True)
@@ -272,34 +287,6 @@ def _gather_backward(
     call = _ScaledGatherBackward([grad], None, x, [w], None, group_name, recipe=how)
     gx, (gw,), _ = call.run(need_x, [need_w])
     return gx, gw, grad.sum(0) if need_bias else grad.new_empty(0)
-
-
-# --- matmul_reduce_scatter ---
-
-
-def _scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    recipe: str,
-    fast_accum: bool,
-) -> torch.Tensor:
-    _check(x, w, bias, recipe)
-    more = (_plain(bias), group_name, _name_of(x.dtype), fast_accum, "")
-    return _scaled(scaled.scatter, by_rows(x), by_rows(w), *more)
-
-
-def _fake_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    recipe: str,
-    fast_accum: bool,
-) -> torch.Tensor:
-    check_traced(lambda: _check(x, w, bias, recipe))
-    return x.new_empty(x.shape[0] // dist.get_world_size(group_of(group_name)), w.shape[0])
 
 
 def _scatter_backward(
@@ -354,37 +341,6 @@ def _gather_and_multiply(
     return gx, gathered
 
 
-# --- matmul_all_reduce, and a layer that sends nothing ---
-
-
-def _reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    recipe: str,
-    fast_accum: bool,
-) -> torch.Tensor:
-    _check(x, w, bias, recipe)
-    if not group_name:
-        y = multiply(by_rows(x), by_rows(w), x.dtype, fast_accum)
-        return y if bias is None else y.add_(bias)
-    more = (_plain(bias), None, None, scaled.EPS, "", group_name, _name_of(x.dtype), fast_accum, "")
-    return _scaled(scaled.reduce, by_rows(x), by_rows(w), *more)[0]
-
-
-def _fake_reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    recipe: str,
-    fast_accum: bool,
-) -> torch.Tensor:
-    check_traced(lambda: _check(x, w, bias, recipe))
-    return x.new_empty(x.shape[0], w.shape[0])
-
-
 def _reduce_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -431,11 +387,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def define_training(op: str) -> None:
     """Define the operator of a recipe that goes with ``op``, and its backward."""
     name = NAMES[op]
-    forward, fake, backward = {
-        AG: (_gather, _fake_gather, _gather_backward),
-        RS: (_scatter, _fake_scatter, _scatter_backward),
-        AR: (_reduce, _fake_reduce, _reduce_backward),
-    }[op]
+    backward = {AG: _gather_backward, RS: _scatter_backward, AR: _reduce_backward}[op]
 
     def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[:3]
@@ -447,8 +399,8 @@ def define_training(op: str) -> None:
     options = "str group_name, str recipe, bool fast_accum"
     define(
         f"{name}(Tensor x, Tensor w, Tensor? bias, {options}) -> Tensor",
-        forward,
-        fake,
+        partial(_forward, op),
+        partial(_fake, op),
         first_derivative(name, gradients),
         _setup_context,
     )
@@ -478,8 +430,7 @@ def call(
     y = operator(NAMES[op])(rows, w, bias, name, scaling.quantize, bool(scaling.fast_accum))
     if x.dim() == 2:
         return y
-    first = {AG: x.shape[0] * size, RS: x.shape[0] // size, AR: x.shape[0]}[op]
-    return y.view(first, *x.shape[1:-1], y.shape[-1])
+    return y.view(_rows(op, x.shape[0], size), *x.shape[1:-1], y.shape[-1])
 
 
 def linear(

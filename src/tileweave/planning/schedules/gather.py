@@ -208,6 +208,13 @@ class TileSchedule:
             self.cut(count)[0] < count for _, count in map(self.segment, range(self.num_segments))
         )
 
+    @property
+    def part_elements(self) -> int:
+        """Partial sums of tiles that are cut along K: at most one tile of each program and
+        segment."""
+        parts = self.num_segments * self.num_programs if self.has_cut_tiles else 0
+        return parts * self.tile_m * self.tile_n
+
     def place(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (first row, row limit, tile column), in order of arrival and in groups of
         tile rows."""

@@ -109,6 +109,14 @@ class GroupedProblem:
         read = min(self.experts, self.max_tokens * self.topk)
         return read * self.cols * self.depth * self.itemsize
 
+    def why_unfused(self, machine: Machine, interpreting: bool) -> str | None:
+        """Why no kernel of ours can run this in a group on one node; None if one can."""
+        sizes = (self.max_tokens, self.topk, self.cols, self.depth)
+        reason = why_unfused(self.world_size, sizes, machine, interpreting)
+        if reason is None and machine.backend != "cpu":
+            return why_no_kernel(self.dtype, machine)
+        return reason
+
 
 def packed_pitch(depth: int) -> int:
     """Bytes of a token of FP8 as it travels: data, a scale for each 128 elements, and as many bytes
@@ -228,17 +236,12 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
         return over_nodes(p, inside, _ALONE, machine, interpreting)
     if p.world_size == 1:
         return Plan("unfused", "a group of one rank has nothing to send")
-    reason = why_unfused(
-        p.world_size, (p.max_tokens, p.topk, p.cols, p.depth), machine, interpreting
-    )
+    reason = p.why_unfused(machine, interpreting)
     if reason is not None:
         return Plan("unfused", reason)
     if machine.backend == "cpu":
         tile = (16, 128, 128) if p.fp8 else (16, 32, 64)
         return Plan("fused", "interpreted", DispatchConfig("triton", *tile, 1, 4, 4, 1, 4, 4))
-    reason = why_no_kernel(p.dtype, machine)
-    if reason is not None:
-        return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are not a multiple of 16 bytes")
     return Plan("fused", f"{p.rows_per_expert:.0f} rows per expert if balanced", dispatch_config(p))
