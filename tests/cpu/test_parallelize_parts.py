@@ -74,11 +74,11 @@ class Counted(Attention):
 
 
 class Gated(Attention):
-    """A fourth layer takes the input, as in Qwen3-Next."""
+    """A fourth layer takes the input, as in Qwen3-Next, or one with a number for each head."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__(16, 4, 4, 4)
-        self.gate_proj = nn.Linear(16, 16)
+        self.gate_proj = nn.Linear(16, features)
         del self.q_norm
 
     def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
@@ -86,7 +86,8 @@ class Gated(Attention):
         q, k, v = (layer(hidden_states).reshape(*shape, -1, 4).transpose(1, 2) for layer in layers)
         y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
         # with rows gathered twice there would be as many numbers, of other heads
-        gate = self.gate_proj(hidden_states).reshape(*shape, -1, 4)
+        gate = self.gate_proj(hidden_states)
+        gate = gate.reshape(*shape, -1, gate.shape[-1] // y.shape[2])
         return self.o_proj((y * gate.sigmoid()).flatten(2))
 
 
@@ -125,11 +126,38 @@ class Convolution(nn.Module):
         return x + self.mix(x.mT).mT
 
 
+class Separate(nn.Module):
+    """An attention as in BERT, whose layers are in modules of their own, with a norm of each
+    head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.output = nn.Module(), nn.Module()
+        for name in ("query", "key", "value"):
+            setattr(self.self, name, nn.Linear(16, 16))
+        self.self.norm = nn.RMSNorm(4)
+        self.output.dense = nn.Linear(16, 16)
+
+
+class LookedUp(nn.Module):
+    """A gated MLP that needs to know its layer, as in Zamba2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(16, 48), nn.Linear(24, 16)
+        self.numbers = {0: 1}
+
+    def forward(self, x: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+        gate, up = (self.gate_up_proj(x) * self.numbers[layer]).chunk(2, -1)  # type: ignore[index]
+        return self.down_proj(silu(gate) * up)
+
+
 def changed(kind: str) -> Any:
     made: Any = model()
-    if kind == "gate":
+    if kind.startswith("gate"):
         made._tp_plan, made.config = GATED, SimpleNamespace()
     for layer in made.layers:
+        attention: Any = layer.self_attn
         if kind == "residual":
             layer.mlp = WithResidual(16, 24)
         if kind in ("names", "names, no plan"):
@@ -138,12 +166,22 @@ def changed(kind: str) -> Any:
             layer.mlp = Scaled()
         if kind in ("heads", "own heads"):
             layer.self_attn = Counted()
-        if kind == "gate":
-            layer.self_attn = Gated()
+        if kind.startswith("gate"):
+            layer.self_attn = Gated(4 if kind == "gate of heads" else 16)
+        if kind == "norms of each head":  # as in StableLM: zip() would take the first ones
+            attention.q_norm = nn.Sequential(nn.ModuleList(nn.RMSNorm(4) for _ in range(4)))
+        if kind == "norm of [heads, features]":  # as in Cohere
+            attention.q_norm = nn.RMSNorm([4, 4])
+        if kind == "looked up":
+            layer.mlp = LookedUp()
+        if kind == "norm between modules":
+            layer.self_attn = Separate()
         if kind == "use of a child":
             layer.mlp = nn.Sequential(OtherUse(), layer.mlp)
         if kind == "convolution":
             layer.mlp = nn.Sequential(Convolution(), layer.mlp)
+        if kind == "convolution alone":
+            layer.norm3 = nn.Conv1d(16, 16, 1)
         if kind == "batch norm":
             layer.norm3 = nn.BatchNorm1d(16)
         if kind == "norm of all heads":
@@ -182,13 +220,17 @@ def right(me: Member, kind: str, sequence: bool) -> None:
         plan = {**plan, "layers.*.mlp": "sequence_parallel"}
     tw.parallelize(part, plan=plan, sequence_parallel=sequence)
     rows = [m for m in part.modules() if isinstance(m, tw.nn.RowParallelLinear)]
-    assert len(rows) == (2 if kind == "names" else 4)
+    assert len(rows) == (2 if kind in ("names", "names, no plan") else 4)
     compare(part, reference)
 
 
 @FORMS
 @pytest.mark.parametrize(
-    "kind", ["names", "own heads", "one module", "plan of the head", "gate", "use of a child"]
+    "kind",
+    [
+        *("names", "names, no plan", "own heads", "one module", "plan of the head", "gate"),
+        *("gate of heads", "use of a child", "convolution"),
+    ],
 )
 def test_other_models(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)
@@ -202,9 +244,13 @@ def test_an_input_that_is_used_for_more(world: World) -> None:
 REFUSED = {
     "scale": (False, "layers.0.mlp.scale itself"),
     "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
+    "norm between modules": (False, "layers.0.self_attn.self.norm with parameters"),
+    "looked up": (False, "layers.0.mlp.gate_up_proj, which computes several projections"),
+    "norms of each head": (False, "layers.0.self_attn.q_norm, a list of norms"),
+    "norm of [heads, features]": (False, "layers.0.self_attn.q_norm over (4, 4)"),
     "norm of all heads": (False, "layers.0.self_attn.q_norm over (16,)"),
-    "names, no plan": (True, "layers.0.self_attn.query, a Linear"),
-    "convolution": (True, "layers.0.mlp.0.mix, a Conv1d"),
+    "names": (True, "layers.0.mlp.gate_proj, a Linear"),
+    "convolution alone": (True, "layers.0.norm3, a Conv1d"),
     "batch norm": (True, "layers.0.norm3, a BatchNorm1d"),
 }
 
@@ -214,7 +260,8 @@ def refused(me: Member) -> list[str]:
     for kind, (sequence, _) in REFUSED.items():
         made = changed(kind)
         before = [type(m) for m in made.modules()]
-        found.append(refusal(tw.parallelize, made, sequence_parallel=sequence))
+        plan = PLANS.get(kind, "auto")
+        found.append(refusal(tw.parallelize, made, plan=plan, sequence_parallel=sequence))
         assert [type(m) for m in made.modules()] == before, "changed before it was refused"
     return found
 
@@ -224,3 +271,53 @@ def test_parts_that_would_be_wrong_are_named(world: World) -> None:
         for error, (_, named) in zip(errors, REFUSED.values(), strict=True):
             assert error.startswith("InputError: asked:") and named in error, (named, error)
             assert "remedy" in error
+
+
+class Two(nn.Module):
+    """A convolution over rows, in a module that returns two tensors of its rows, or takes two."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mix = kind, Convolution()
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        y = self.mix(x)
+        return (y, 2 * y) if self.kind == "returns two" else y if other is None else y + other
+
+
+class Rows(nn.Module):
+    """A block whose forward takes other rows than those of one rank."""
+
+    def __init__(self, kind: str, mlp: nn.Module) -> None:
+        super().__init__()
+        self.kind, self.mlp, self.two = kind, mlp, Two(kind)
+        self.register_buffer("places", torch.ones(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.two(x, x) if self.kind == "takes two" else self.two(x)
+        if self.kind == "returns two":
+            y = y[1]
+        if self.kind == "all places":
+            y = y * self.places
+        return self.mlp(y)
+
+
+CALLS = {
+    "returns two": "layers.0.two with sequence_parallel=True, which returns something else",
+    "takes two": "layers.0.two with argument 1, of the shape of its input",
+    "all places": "layers.0 with sequence_parallel=True, whose forward raised RuntimeError",
+}
+
+
+def refused_calls(me: Member, kind: str) -> str:
+    part: Any = model()
+    part.layers = nn.ModuleList(Rows(kind, layer.mlp) for layer in part.layers)
+    tw.parallelize(part, sequence_parallel=True)
+    return refusal(part, torch.zeros(2, 6, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_other_rows_than_those_of_a_rank(world: World, kind: str) -> None:
+    """They were wrong, or an error of torch."""
+    for error in run_either(world, False, refused_calls, kind):
+        assert error.startswith(f"InputError: asked: {CALLS[kind]}"), error

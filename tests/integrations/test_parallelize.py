@@ -24,7 +24,7 @@ pytest.importorskip(
 )
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 240
-MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4")
+MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
 
 
 def built(kind: str, seed: int) -> Any:
@@ -45,13 +45,15 @@ def built(kind: str, seed: int) -> Any:
         "eos_token_id": 2,
         "attn_implementation": draw.choice(["eager", "sdpa"]),
     }
-    if kind == "GPTNeoX":
+    if kind == "OPT":
+        options["ffn_dim"] = options.pop("intermediate_size")
+    elif kind == "GPTNeoX":
         options["use_parallel_residual"] = draw.choice([False, True])
     else:
         options["num_key_value_heads"] = kv_heads
     if kind == "Phi3":
         options["original_max_position_embeddings"] = 64
-    elif kind != "GPTNeoX":
+    elif kind not in ("GPTNeoX", "OPT"):
         options |= {"head_dim": head, "hidden_size": 8 * draw.randint(2, 6)}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**options)
@@ -98,9 +100,12 @@ def compared(me: Member, kind: str, seed: int, sequence: bool) -> dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
+CASES = [(kind, sequence) for kind in MODELS for sequence in (False, True)]
+CASES.remove(("OPT", True))  # its MLP takes rows of all samples, [B S, H]: an error
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "sequence"), CASES)
 def test_logits_gradients_and_tokens(pair: World, kind: str, seed: int, sequence: bool) -> None:
     for found in pair.run(compared, kind, seed, sequence, timeout=SECONDS):
         assert found.pop("sharded") == 4  # of 2 layers: attention and MLP
@@ -182,6 +187,51 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
     for errors in pair.run(refused, timeout=SECONDS):
         for error, name in zip(errors, named, strict=True):
             assert error.startswith("asked:") and name in error, (name, error)
+
+
+def bert(kind: str) -> Any:
+    """Whose attention has its projections in two modules."""
+    import transformers
+
+    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    options = {"num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def classified(me: Member, kind: str, sequence: bool) -> dict[str, Any]:
+    reference = bert(kind)
+    part: Any = tw.parallelize(bert(kind), sequence_parallel=sequence)
+    ids = torch.randint(3, 37, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+    y, want = part(**given), reference(**given)
+    for result in (y, want):
+        result.loss.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    return {
+        "logits": apart(y.logits, want.logits),
+        "gradients": max(
+            float((whole(p.grad) - wanted[name]).abs().max()) / largest
+            for name, p in part.named_parameters()
+        ),
+        "sharded": sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()),
+    }
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
+@pytest.mark.parametrize("kind", ["Bert", "Electra"])
+def test_encoders(pair: World, kind: str, sequence: bool) -> None:
+    for found in pair.run(classified, kind, sequence, timeout=SECONDS):
+        assert found.pop("sharded") == 4
+        assert max(found.values()) < 1e-5, found
 
 
 def translator(seed: int) -> Any:

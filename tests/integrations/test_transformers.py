@@ -149,7 +149,7 @@ def training_apart(model: Any, reference: Any, ids: torch.Tensor = IDS) -> dict[
 
 def counted(calls: list[str]) -> None:
     """Note each call of an operator by an adapter in ``calls``."""
-    from tileweave.integrations import _experts
+    from tileweave.parallel import experts
 
     def noting(module: Any, name: str) -> None:
         inner = getattr(module, name)
@@ -163,7 +163,7 @@ def counted(calls: list[str]) -> None:
         setattr(module, name, call)
 
     noting(adapter, "matmul_all_reduce")
-    noting(_experts, "dispatch_grouped_matmul")
+    noting(experts, "dispatch_grouped_matmul")
 
 
 def used_in(model: Any, folder: str, reference: Any) -> dict[str, Any]:

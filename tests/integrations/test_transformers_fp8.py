@@ -155,6 +155,6 @@ def test_experts_that_operators_do_not_take_are_refused() -> None:
         made, _ = experts_of(0, 1, **options)
         call: Any = ExpertParallel.__new__(ExpertParallel)
         call.experts, call.group, call.shared, call.max_tokens = made, None, None, 1
-        call.same_batch = False
+        call.even = False
         with pytest.raises(InputError, match=text):
             call(x, ids, torch.ones(1, TOPK, requires_grad=not options))

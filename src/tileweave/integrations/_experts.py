@@ -1,232 +1,26 @@
-"""Experts of transformers that are sharded by expert: dispatch, activation, combine.
-
-A module of experts has ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I], stacked, which its
-decorator ``use_experts_implementation`` describes: transposed, interleaved, with biases, with or
-without a gate. ``_apply_gate`` computes rows of its activation, also those of one's own, such as
-the clamped SwiGLU of gpt-oss. Those with FP8 weights: ``_scaled_experts.py``.
-"""
+"""Experts of transformers that are sharded by expert, also those with FP8 weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from tileweave.errors import require
 from tileweave.integrations import _scaled_experts as fp8
-from tileweave.nn.linear import under_autocast
-from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
-from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
-from tileweave.ops.experts.routing_plan import RoutingPlan
-from tileweave.ops.experts.swiglu import swiglu
-from tileweave.transport.torch_collectives import all_gather_flat
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DESCRIBED_BY = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+from tileweave.parallel import experts as plain
 
 
-class ExpertParallel:
-    """Calls the experts of all ranks for this rank's tokens, as an ``EPImplementation`` does.
-
-    Parameters
-    ----------
-    experts : nn.Module
-        Experts of transformers, of which each rank has E / R. Its parameters are local tensors
-        during a call.
-
-    group : ProcessGroup
-        The ranks that share the experts.
-
-    shared : ProcessGroup or None
-        The ranks that have the same tokens, a part of ``group``. Each computes its slice of the
-        tokens, and gathers the slices of the others. None: tokens are this rank's own.
-
-    max_tokens : int, optional
-        The largest number of tokens of any rank, where ranks of ``group`` have different batches.
-
-    Raises
-    ------
-    InputError
-        for a module whose activation or layout is not known.
-    """
-
-    def __init__(
-        self,
-        experts: nn.Module,
-        group: dist.ProcessGroup,
-        shared: dist.ProcessGroup | None,
-        max_tokens: int | None = None,
-    ) -> None:
-        known = all(hasattr(experts, what) for what in DESCRIBED_BY)
-        require(
-            known and not getattr(experts, "has_post_expert_norm", False),
-            f"experts {type(experts).__name__}",
-            "experts that transformers' use_experts_implementation describes, "
-            "without a norm after each expert",
-            'load the model with another ep_implementation, such as "auto"; before transformers '
-            "5.21: enable(experts=False)",
-        )
-        self.experts: Any = experts
-        self.group, self.shared, self.max_tokens = group, shared, max_tokens
-        size = dist.get_world_size(group)
-        self.same_batch = shared is not None and dist.get_world_size(shared) == size
-
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        tokens, shared = hidden_states.shape[0], self.shared
-        if shared is None:
-            own = tokens
-            x, ids, weights = hidden_states, top_k_index, top_k_weights
-        else:
-            own = -(-tokens // dist.get_world_size(shared))
-            x = _Slice.apply(hidden_states, own, shared)
-            weights = _Slice.apply(top_k_weights, own, shared)
-            ids = _own_rows(top_k_index, own, shared)
-        most = own if self.same_batch else self._most_tokens(own, x.device)
-        z = self._compute(x, ids, weights, most)
-        return z if shared is None else _Gather.apply(z, tokens, own, shared)
+class ExpertParallel(plain.ExpertParallel):
+    """Calls the experts of all ranks for this rank's tokens, as an ``EPImplementation`` does."""
 
     def _compute(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, for this rank's tokens."""
-        experts, group = self.experts, self.group
-        if fp8.is_fp8(experts):
-            activate = None if self._is_swiglu() else self._activate
-            return fp8.compute(experts, x, ids, weights, most, group, activate)
-        first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        require(
-            first.dtype in DTYPES and experts.down_proj.dtype in DTYPES,
-            lambda: f"{type(experts).__name__} with weights in {first.dtype}",
-            "float16, bfloat16 or float32, or FP8 with scales of blocks",
-            'load the model with another ep_implementation, such as "auto"',
-        )
-        rows, up, down = under_autocast(x.contiguous(), first, experts.down_proj)
-        if experts.is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        ids, weights = ids.contiguous(), weights.float().contiguous()
-        y, plan = dispatch_grouped_matmul(rows, up, ids, group=group, max_tokens=most)
-        if experts.has_bias:
-            bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-            y = y + bias_of_rows(bias, plan).to(y.dtype)
-        z = grouped_matmul_combine(self._activate(y, plan), down, plan, weights, group=group)
-        if experts.has_bias:
-            z = z + bias_of_tokens(experts.down_proj_bias, ids, weights, group).to(z.dtype)
-        return z.to(x.dtype)
+        experts: Any = self.experts
+        if not fp8.is_fp8(experts):
+            return super()._compute(x, ids, weights, most)
+        activate = None if self._is_swiglu() else self._activate
+        return fp8.compute(experts, x, ids, weights, most, self.group, activate)
 
-    def _activate(self, y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        """The activation of each row. Undefined rows stay undefined: it treats rows one by one."""
-        experts = self.experts
-        if not experts.has_gate:
-            return experts.act_fn(y).contiguous()
-        if self._is_swiglu():
-            return swiglu(y, plan)
-        return experts._apply_gate(y).contiguous()
-
-    def _is_swiglu(self) -> bool:
-        """Whether the activation is silu(gate) * up, gate rows first."""
-        experts = self.experts
-        if not experts.has_gate:
-            return False
-        default = type(experts)._apply_gate.__name__ == "_default_apply_gate"
-        default = default or fp8.is_plain_swiglu(experts)
-        silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU) or (
-            type(getattr(experts, "act_fn", None)).__name__ == "SiLUActivation"
-        )
-        return default and silu and experts.is_concatenated
-
-    def _most_tokens(self, own: int, device: torch.device) -> int:
-        """The largest number of tokens of any rank, of which this one has ``own``."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        most = torch.tensor(own, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return int(most.item())
-
-
-def bias_of_rows(bias: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[E_local, N] -> [bound, N]: the bias of each row's expert, 0 for undefined rows, whose
-    gradient is then left out."""
-    rows = torch.arange(plan.bound, dtype=torch.int32, device=bias.device)
-    expert = torch.searchsorted(plan.offsets[1:], rows, right=True)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
-
-
-def bias_of_tokens(
-    bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """[E_local, N] -> [T, N]: the weighted sum of the biases of each token's experts.
-
-    Biases of all experts are small: they are gathered, so that no second combine is needed.
-    """
-    everyone = _GatherShards.apply(bias, group)
-    chosen = weights.new_zeros(ids.shape[0], everyone.shape[0])
-    chosen = chosen.scatter_add(1, ids.long(), weights)
-    return chosen.to(everyone.dtype) @ everyone
-
-
-# --- Tokens that ranks share ---
-
-
-def _own_rows(t: torch.Tensor, own: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's slice of ``own`` rows; the last ones are shorter or empty."""
-    rank = dist.get_rank(group)
-    return t[min(t.shape[0], rank * own) : min(t.shape[0], (rank + 1) * own)].contiguous()
-
-
-def _all_rows(t: torch.Tensor, total: int, own: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The slices of all ranks, in rank order: ``total`` rows."""
-    if t.shape[0] < own:
-        t = torch.cat([t, t.new_zeros(own - t.shape[0], *t.shape[1:])])
-    rows = t.new_empty(own * dist.get_world_size(group), *t.shape[1:])
-    all_gather_flat(rows, t.contiguous(), group=group)
-    return rows[:total]
-
-
-class _Slice(torch.autograd.Function):
-    """Rows that all ranks have -> this rank's slice. Gradients of the slices are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, own: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.total, ctx.own, ctx.group = t.shape[0], own, group
-        return _own_rows(t, own, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_rows(grads[0], ctx.total, ctx.own, ctx.group), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """This rank's slice -> rows that all ranks have. What follows is the same on all ranks, so each
-    has the whole gradient and takes its slice."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, t: torch.Tensor, total: int, own: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.own, ctx.group = own, group
-        return _all_rows(t, total, own, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _own_rows(grads[0], ctx.own, ctx.group), None, None, None
-
-
-class _GatherShards(torch.autograd.Function):
-    """Shards -> the whole, which each rank applies to its own tokens: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = shard.new_empty(shard.shape[0] * dist.get_world_size(group), *shard.shape[1:])
-        all_gather_flat(whole, shard.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+    def _has_default_gate(self) -> bool:
+        return super()._has_default_gate() or fp8.is_plain_swiglu(self.experts)

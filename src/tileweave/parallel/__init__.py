@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from tileweave.parallel.fused import join_projections
-from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
 from tileweave.parallel.whole_model import parallelize
 
-__all__ = ["Colwise", "Rowwise", "SequenceParallel", "join_projections", "parallelize"]
+__all__ = ["Colwise", "Experts", "Rowwise", "SequenceParallel", "join_projections", "parallelize"]

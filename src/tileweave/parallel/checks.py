@@ -6,31 +6,44 @@ being known: its results or its gradients would be wrong.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     ATTENTIONS,
+    COUNTED,
     INTERLEAVED,
     FusedLayer,
     check_parts,
     class_path,
     is_adapter,
 )
-from tileweave.parallel.plans import COLUMN, OWN_HEADS, ROW, SUMS, UNTOUCHED, Block
-from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
-from tileweave.parallel.trial import Tried
+from tileweave.parallel.plans import (
+    BY_HEAD,
+    COLUMN,
+    EXPERTS,
+    OWN_HEADS,
+    ROW,
+    SUMS,
+    UNTOUCHED,
+    Block,
+)
+from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
+from tileweave.parallel.trial import UNFIT, Tried
 
-KNOWN = (*ATTENTIONS, *INTERLEAVED)  # to be right with the heads of one rank
+KNOWN = (*ATTENTIONS, *INTERLEAVED, *COUNTED)  # to be right with the heads of one rank
 # Norms that mix rows.
 MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
@@ -46,8 +59,10 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
     for path, style in styles.items():
         module: Any = model.get_submodule(path)
         if isinstance(style, str):
-            allowed = (COLUMN, ROW, *SUMS, *UNTOUCHED)
+            allowed = (COLUMN, ROW, EXPERTS, *SUMS, *UNTOUCHED)
             require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
+        if style == EXPERTS or isinstance(style, Experts):
+            check_experts(path, module, size)
         kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
         if style == ROW or isinstance(style, Rowwise):
             kinds = ("in_features",)
@@ -164,16 +179,22 @@ def check_block(
     layers = (*block.columns, block.row)
     known = {*layers, *(name.partition(".")[0] for name in layers)}
     paths = {dot + name for name in (*block.columns, block.row)}
-    styled = {path for path in styles if path not in paths} | whole
+    styled = {p for p, s in styles.items() if p not in paths and s != EXPERTS} | whole
     for name in (name for name, p in module._parameters.items() if p is not None):
         require(
-            block.path in styled,
+            block.path in styled or _is_by_head(module, name, block),
             f"a plan for {block.path or type(module).__name__}, which has the parameter "
             f"{dot}{name} itself",
             "parameters of modules in it",
             f"put it into a module of its own, or {_SAY}",
         )
     around = False
+    for name, part in module.named_modules() if block.within else ():
+        # norms next to the row-parallel layer take its output, or fail a trial
+        after = is_norm(part) and name.rpartition(".")[0] == block.row.rpartition(".")[0]
+        inside = name.partition(".")[0] in {block.within, block.row.partition(".")[0]}
+        if inside and any(True for _ in part.parameters(recurse=False)) and name not in layers:
+            _refuse_unless(after or "lora_" in name, dot + name, block, module)
     for name, child in module.named_children():
         path = dot + name
         if not any(True for _ in child.parameters()) or name in known:
@@ -185,12 +206,25 @@ def check_block(
         elif _is_around(child, path, module, block, styled):
             around = True
         else:
-            raise InputError(
-                f"asked: a plan for {block.path or type(module).__name__}, which has {path} with "
-                f"parameters; allowed: {', '.join((*block.columns, block.row, *OWN_HEADS))}; "
-                f"remedy: {_SAY}"
-            )
+            _refuse_unless(False, path, block, module)
     return replace(block, shares=block.shares and not around)
+
+
+def _refuse_unless(known: bool, path: str, block: Block, module: nn.Module) -> None:
+    require(
+        known,
+        f"a plan for {block.path or type(module).__name__}, which has {path} with parameters",
+        ", ".join((*block.columns, block.row, *OWN_HEADS)),
+        _SAY,
+    )
+
+
+def _is_by_head(module: Any, name: str, block: Block) -> bool:
+    """Whether the parameter ``name`` of an attention has a number for each of its heads."""
+    head = getattr(module, "head_dim", None)
+    features = module.get_submodule(block.columns[0]).out_features
+    shape = module._parameters[name].shape
+    return name in BY_HEAD and isinstance(head, int) and shape == (features // head,)
 
 
 def check_between(model: nn.Module, tried: Tried, styled: set[str]) -> None:
@@ -228,9 +262,15 @@ _SAY = (
 
 def _check_norm_of_heads(path: str, norm: nn.Module, module: Any, block: Block) -> None:
     features = {getattr(module, name).out_features for name in block.columns if "." not in name}
+    require(
+        not any(isinstance(part, nn.ModuleList) for part in norm.modules()),
+        f"{path}, a list of norms",
+        "one norm, which each rank applies to its heads",
+        "pass a plan without this attention",
+    )
     for parameter in norm.parameters():
         require(
-            parameter.shape[-1:].numel() not in features
+            not features & {parameter.shape[-1:].numel(), parameter.numel()}
             or parameter.numel() == getattr(module, "head_dim", None),
             f"{path} over {tuple(parameter.shape)} features, those of all heads",
             "norms of one head each",
@@ -258,21 +298,28 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _check_heads(module: Any, block: Block, size: int) -> None:
+    if block.within:
+        module = module.get_submodule(block.within)
     head = getattr(module, "head_dim", getattr(module, "head_size", None))
+    head = getattr(module, "attention_head_size", head)
+    columns = [name.removeprefix(f"{block.within}.") for name in block.columns]
     if class_path(module) in INTERLEAVED:
         head = 3 * head if head else None
-    for name in block.columns:
+    of_heads = module.get_submodule(columns[0]).out_features
+    for name in columns:
         features = module.get_submodule(name).out_features
+        # such as a gate with a number for each head
+        by_head = isinstance(head, int) and features * head == of_heads and features % size == 0
         require(
-            not isinstance(head, int) or features // size % head == 0,
-            f"{block.path}.{name}: {features} features, heads of {head}, over {size} ranks",
+            not isinstance(head, int) or features // size % head == 0 or by_head,
+            f"{block.taking}.{name}: {features} features, heads of {head}, over {size} ranks",
             "whole heads on every rank",
             "choose fewer ranks, or pass a plan without this attention",
         )
     if class_path(module) in KNOWN:
         return
     for name, value in _heads_in_forward(module):
-        layers = [c for c in block.columns if not _of_keys(name) or _of_keys(c.lower())]
+        layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
         for layer in layers:
             features = module.get_submodule(layer).out_features
             one = head if isinstance(head, int) else features // value
@@ -282,7 +329,7 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
                 f"{value}, the heads of all ranks ({layer} has {features} features)",
                 "a forward that takes the number of heads from shapes, or from an attribute with "
                 "those of one rank",
-                f"set {block.path or 'the model'}.{name} = {value // size} (and others like it) "
+                f"set {block.taking or 'the model'}.{name} = {value // size} (and others like it) "
                 "before this call, or pass a plan without this attention",
             )
 
@@ -341,35 +388,58 @@ def check_own_rows(
     roots: list[tuple[str, nn.Module]],
     blocks: list[Block],
     styles: dict[str, Any],
-) -> None:
-    """Raise :class:`InputError` for a part of ``roots``, whose activations are this rank's rows,
-    that is not known to work row by row.
+    routed: tuple[str, ...],
+    gathers: bool,
+) -> list[str]:
+    """The paths of modules in ``roots``, whose activations are this rank's rows, that take all rows
+    instead: parts of them are not known to work row by row. Raises :class:`InputError` for a part
+    without such a module around it.
 
     Parameters
     ----------
     roots : list of (path, module)
         The blocks of the model's lists, or the model.
+
+    routed : tuple of str
+        What :func:`routed_parts` returns.
+
+    gathers : bool
+        Whether modules may take all rows. False: raise for them, too.
     """
+    found: list[str] = []
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
         inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
         require(
-            not (inner and isinstance(style, (Colwise, Rowwise)) and style.sequence_dim is None),
+            not (
+                inner
+                and isinstance(style, (Colwise, Rowwise, Experts))
+                and style.sequence_dim is None
+            ),
             f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
             "a style with sequence_dim",
             "pass sequence_dim=1 (or that of this call) to the style",
         )
     inside = {block.path for block in blocks}
-    sharded = {path for path, style in styles.items() if style not in UNTOUCHED}
+    sharded = {p for p, s in styles.items() if s not in UNTOUCHED and not isinstance(s, LatentKeys)}
+    seen: set[nn.Module] = set()  # blocks may share modules, which have the path of the first one
     for root, module in roots:
-        for name, part in module.named_modules(prefix=root):
-            has = [p for p in part._parameters.values() if p is not None]
+        for name, part in module.named_modules(prefix=root, memo=seen):
+            by_head = BY_HEAD if name in inside else ()  # as check_block found them
+            own = {n: p for n, p in part._parameters.items() if p is not None}
+            has = [p for n, p in own.items() if n not in by_head]
             if not has or name in sharded or all(is_dtensor(p) for p in has):
                 continue
             parent, _, last = name.rpartition(".")
             if is_norm(part) or (parent in inside and last in OWN_HEADS):
                 continue
             if isinstance(part, (nn.Embedding, ParallelLinear)) or _styled_above(name, styles):
+                continue
+            if name.startswith((*routed, *(f"{path}." for path in found))):
+                continue
+            above = _module_in(module, root, name) if gathers else None
+            if above is not None:
+                found.append(above)
                 continue
             raise InputError(
                 f"asked: sequence_parallel=True with {name}, a {type(part).__name__} which the "
@@ -378,6 +448,18 @@ def check_own_rows(
                 "sequence_parallel=False, or pass plan={...} with "
                 f'"{name}": "sequence_parallel" if it computes each row for itself'
             )
+    return found
+
+
+def _module_in(block: nn.Module, root: str, path: str) -> str | None:
+    """The path of the outermost module in a block, below lists, that is ``path`` or around it and
+    has modules in it, such as an attention."""
+    name = root
+    for step in path[len(root) + 1 if root else 0 :].split(".") if path != root else ():
+        block, name = block.get_submodule(step), f"{name}.{step}" if name else step
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            return name if any(True for _ in block.children()) else None
+    return None
 
 
 def _styled_above(path: str, styles: dict[str, Any]) -> bool:
@@ -387,3 +469,47 @@ def _styled_above(path: str, styles: dict[str, Any]) -> bool:
         and (style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel))
         for other, style in styles.items()
     )
+
+
+def routed_parts(model: nn.Module, styles: dict[str, Any]) -> tuple[str, ...]:
+    """What paths begin with, of parts of modules around experts that compute each row for itself:
+    a router, a shared expert."""
+    return tuple(
+        f"{path.rpartition('.')[0]}."
+        for path, style in styles.items()
+        if (style == EXPERTS or isinstance(style, Experts)) and _takes_rows(model, path)
+    )
+
+
+def _takes_rows(model: nn.Module, experts: str) -> bool:
+    """Whether the module around ``experts`` computes each row for itself. It is tried, with a
+    number for each token in place of its experts."""
+    module: Any = model.get_submodule(experts.rpartition(".")[0])
+    stacked: Any = model.get_submodule(experts)
+    hidden = stacked.down_proj.shape[2 if stacked.is_transposed else 1]
+    first = next(module.parameters())
+    if first.is_meta:
+        return True
+    copied: Any = copy.deepcopy(module, {id(p): p for p in module.parameters()}).eval()
+    setattr(copied, experts.rpartition(".")[2], _EachToken())
+    drawn = torch.Generator(first.device).manual_seed(0)
+    x = torch.randn(1, 6, hidden, generator=drawn, device=first.device).to(first.dtype)
+    try:
+        with torch.no_grad():
+            whole, *parts = (_first(copied(t.clone())) for t in (x, *x.chunk(2, dim=1)))
+            return torch.allclose(torch.cat(parts, dim=1), whole, rtol=0.02, atol=1e-3)
+    except UNFIT:  # it asks for more than rows
+        return False
+
+
+def _first(y: Any) -> torch.Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+class _EachToken(nn.Module):
+    """In place of experts: a number for each of a token's experts, times their weights."""
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        return x * ((ids + 1) * weights).sum(-1, keepdim=True).to(x.dtype)

@@ -27,6 +27,17 @@ ATTENTIONS = (
 # Attentions whose fused layer has the q, k and v of a head next to each other: an equal split gives
 # whole heads, and the forward takes their number from the shape.
 INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
+# Attentions whose forward takes the numbers of heads from attributes of these names.
+HEADS = ("num_heads", "num_key_value_heads")
+COUNTED = (
+    "transformers.models.stablelm.modeling_stablelm.StableLmAttention",
+    "transformers.models.whisper.modeling_whisper.WhisperAttention",
+    "transformers.models.opt.modeling_opt.OPTAttention",
+    "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention",
+)
+# What a forward with made-up numbers may raise.
+FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError)
 # Linear layers that compute several projections: an equal split would mix their features.
 FUSED = (
     *("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "to_qkv"),
@@ -302,7 +313,7 @@ def splits_by_feature(module: nn.Module, fused: str, row: str, size: int) -> boo
                 given.value = torch.cat(own, dim=-1)
                 parts.append(tried(torch.zeros(1, 3, 4)))
             return torch.allclose(torch.cat(parts, dim=-1), whole)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it asks for more
+    except UNFIT:  # it asks for more
         return False
     finally:
         for part, mode in modes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -9,10 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import InputError, require
+from tileweave.nn.made_classes import make_class
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
+from tileweave.parallel.shared_input import input_of
+from tileweave.parallel.trial import NOT_FOREIGN
 
+_LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
 
 
@@ -65,6 +72,83 @@ class OwnRows:
         return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
 
 
+class OwnRowsBlock(nn.Module):
+    """A block whose hidden states are this rank's rows: errors of its forward get its path."""
+
+    _rows_path: str
+
+
+@cache
+def _class_of(cls: Any) -> type:
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except FOREIGN as error:
+            if isinstance(error, NOT_FOREIGN):
+                raise
+            raise InputError(
+                f"asked: {self._rows_path} with sequence_parallel=True, whose forward raised "
+                f"{type(error).__name__}: {error}; allowed: a forward that takes the rows of one "
+                "rank, and no other tensor with all rows; remedy: pass sequence_parallel=False to "
+                "tileweave.parallelize"
+            ) from error
+
+    return make_class(cls, OwnRowsBlock, {"forward": forward}, _class_of)
+
+
+class AllRows:
+    """The hooks of a module that takes the rows of all ranks, and of whose output each rank takes
+    its own. A copy of the module has its own hooks."""
+
+    def __init__(self, path: str, module: nn.Module, group_name: str, dim: int) -> None:
+        self.path, self.group_name, self.dim = path, group_name, dim
+        module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self.end, with_kwargs=True)
+        _LOG.warning(
+            "%s takes all rows on every rank with sequence_parallel=True: its plan does not have "
+            "all of its layers",
+            path,
+        )
+
+    def begin(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = input_of(self.path, args, kwargs)
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        for name, other in (*enumerate(args), *kwargs.items()):
+            require(
+                name == key or not isinstance(other, torch.Tensor) or other.shape != x.shape,
+                f"{self.path} with argument {name!r}, of the shape of its input, with "
+                "sequence_parallel=True",
+                "one tensor with the rows of one rank, which are gathered for it",
+                "pass sequence_parallel=False to tileweave.parallelize",
+            )
+        x = gather_parts(x, self.dim, self.group_name)
+        if isinstance(key, int):
+            return (*args[:key], x, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: x}
+
+    def end(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        key = input_of(self.path, args, kwargs)
+        x = args[key] if isinstance(key, int) else kwargs[key]
+        first, *others = (y,) if isinstance(y, torch.Tensor) else y
+        more = [t for t in others if isinstance(t, torch.Tensor) and t.dim() == x.dim()]
+        require(
+            isinstance(first, torch.Tensor)
+            and first.shape == x.shape
+            and all(t.shape[self.dim] != x.shape[self.dim] for t in more),
+            f"{self.path} with sequence_parallel=True, which returns something else than one "
+            "tensor of the shape of its input",
+            "such a tensor, of which each rank takes its rows",
+            "pass sequence_parallel=False to tileweave.parallelize",
+        )
+        own = own_part(first, self.dim, self.group_name)
+        return own if isinstance(y, torch.Tensor) else (own, *others)
+
+
 def shard_rows(
     model: nn.Module, outer: list[Blocks], inner: set[str], group_name: str, dim: int, check: bool
 ) -> list[nn.Module]:
@@ -91,6 +175,10 @@ def shard_rows(
             if check and not name.startswith(inside) and any(True for _ in part.parameters())
         ]
         OwnRows(blocks, watched, group_name, dim)
+        for path, block in blocks:
+            if not isinstance(block, OwnRowsBlock):
+                block.__class__ = _class_of(type(block))
+                block._rows_path = path  # type: ignore[assignment]
     for part in model.modules():
         if hasattr(type(part), "_can_record_outputs"):  # a model of transformers
             part.register_forward_pre_hook(_refuse_states, with_kwargs=True)
@@ -98,13 +186,15 @@ def shard_rows(
 
 
 def _refuse_states(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """transformers records the output of each block, which is this rank's rows."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        asked = getattr(module.config, "output_hidden_states", False)
-    require(
-        not asked,
-        f"output_hidden_states of {type(module).__name__} with sequence_parallel=True",
-        "its logits or last hidden state: other states have the rows of one rank",
-        "pass sequence_parallel=False to tileweave.parallelize",
-    )
+    """transformers records the output of each block and each router, which is of this rank's
+    rows."""
+    for name in ("output_hidden_states", "output_router_logits"):
+        asked = kwargs.get(name)
+        if asked is None:
+            asked = getattr(module.config, name, False)
+        require(
+            not asked,
+            f"{name} of {type(module).__name__} with sequence_parallel=True",
+            "its logits or last hidden state: others have the rows of one rank",
+            "pass sequence_parallel=False to tileweave.parallelize",
+        )

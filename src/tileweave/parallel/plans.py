@@ -24,7 +24,7 @@ from tileweave.parallel.fused import (
     is_adapter,
     refuse_fused,
 )
-from tileweave.parallel.styles import Colwise
+from tileweave.parallel.styles import Colwise, LatentKeys
 
 _LOG = logging.getLogger("tileweave")
 
@@ -41,13 +41,27 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
+    (("lin1",), "lin2"),
+    (("self.query", "self.key", "self.value"), "output.dense"),  # BERT
+    (("intermediate.dense",), "output.dense"),
 )
 # Norms between the layers of an attention: each rank applies them to its own heads.
 OWN_HEADS = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
     *("query_layernorm", "key_layernorm"),
 )
-COLUMN, ROW = "colwise", "rowwise"
+# Parameters of an attention itself with a number for each head: each rank has those of its heads.
+BY_HEAD = ("sinks",)
+COLUMN, ROW, EXPERTS = "colwise", "rowwise", "experts"
+# The entry of Hugging Face plans for an attention with such a parameter.
+HAS_BY_HEAD = "local_params"
+# Attentions whose keys and values come from one small projection: its last features, those with
+# the rotary embedding, go to the heads of each rank directly. These parts see whole rows.
+LATENT = "mla_kv_a_proj"
+LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
+# Entries of Hugging Face plans for stacked experts and their parameters: see experts_of.
+STACKED = ("moe_tp_experts", "packed_colwise", "packed_rowwise", "moe_identity_expert")
 # Entries of Hugging Face plans whose modules stay whole here, with the same result.
 WHOLE = (
     "colwise_gather_output",
@@ -68,12 +82,20 @@ class Block:
 
     ``shares``: they take the input of the module. False: the module has other parts, too, such as
     an attention, and its layers take what those made.
+
+    ``within``: the part of the module that has the column-parallel layers, if it is not the module.
     """
 
     path: str
     columns: tuple[str, ...]
     row: str
     shares: bool = True
+    within: str = ""
+
+    @property
+    def taking(self) -> str:
+        """The path of the module that has the column-parallel layers."""
+        return ".".join(part for part in (self.path, self.within) if part)
 
     def paths(self) -> dict[str, str]:
         """The kind of each linear layer, by path."""
@@ -96,10 +118,17 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
                 fused.append(_split_or_refuse(model, path, name, size))
         if children & set(FUSED):
             continue
+        names = children | {
+            f"{name}.{inner}"
+            for name, child in module.named_children()
+            for inner, part in child.named_children()
+            if isinstance(part, nn.Linear)
+        }
         for columns, row in NAMES:
-            if children.issuperset((*columns, row)):
-                found.append(Block(path, columns, row))
-                children -= {*columns, row}
+            if names.issuperset((*columns, row)):
+                within = columns[0].rpartition(".")[0]
+                found.append(Block(path, columns, row, within=within))
+                names -= {*columns, row}
     known = (*NAMES[:5], ((GATE_UP[0],), GATE_UP[1]))
     require(
         bool(found or fused),
@@ -193,6 +222,25 @@ def matched(model: nn.Module, plan: dict[str, Any], strict: bool = True) -> dict
             )
         found.update(dict.fromkeys(paths, style))
     return found
+
+
+def take_latent(model: nn.Module, styles: dict[str, Any]) -> None:
+    """Give a style to each layer of the kind ``LATENT`` in ``styles``, and to the parts of its
+    attention that see whole rows."""
+    for path in [path for path, style in styles.items() if style == LATENT]:
+        dot = path.rpartition(".")[0] + "."
+        attention: Any = model.get_submodule(dot[:-1])
+        rotary: Any = getattr(attention, "qk_rope_head_dim", None)
+        require(
+            isinstance(rotary, int),
+            f"{path}, whose attention {class_path(attention)} has no qk_rope_head_dim",
+            "an attention with the number of its features with a rotary embedding",
+            "pass plan={...} without it",
+        )
+        styles[path] = LatentKeys(rotary)
+        for name in LATENT_PARTS:
+            if getattr(attention, name, None) is not None:
+                styles.setdefault(dot + name, UNTOUCHED[0])
 
 
 def blocks_of(styles: dict[str, Any]) -> list[Block]:

@@ -16,10 +16,11 @@ from tileweave.nn.shards import local
 from tileweave.ops.core.registry import group_of
 
 
-def check_numbers(model: nn.Module, group_name: str) -> None:
+def check_numbers(model: nn.Module, parts: list[nn.Module], group_name: str) -> None:
     """Let ranks compare the states of their generators in the first call of ``model`` in training,
-    if it has dropout that sees activations of all ranks."""
-    path = next((path for path, part in model.named_modules() if _drops(part)), None)
+    if ``parts`` of it have dropout that sees activations of all ranks."""
+    dropping = {part for module in parts for part in module.modules() if _drops(part)}
+    path = next((path for path, part in model.named_modules() if part in dropping), None)
     if path is not None:
         model.register_forward_pre_hook(_FirstCall(path, group_name).before)
 

@@ -19,6 +19,7 @@ from tileweave.nn.linear import ColumnParallelLinear, under_autocast
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.scaled_training import linear as in_fp8
+from tileweave.parallel.plans import Block
 
 INPUTS = ("hidden_states", "x", "input", "inputs")
 
@@ -73,7 +74,7 @@ class _SharedInput:
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key, layers = _input_of(self.path, args, kwargs), self.layers
+        key, layers = input_of(self.path, args, kwargs), self.layers
         x = args[key] if isinstance(key, int) else kwargs[key]
         first = layers[0]
         if first.gather:
@@ -99,8 +100,12 @@ class _SharedInput:
             layer.given = None
 
 
-def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-    """Let the column-parallel layers of these names share the input of ``module``."""
+def share_input(model: nn.Module, block: Block) -> None:
+    """Let the column-parallel layers of ``block`` share the input of the module that has them."""
+    path = block.taking
+    module = model.get_submodule(path)
+    start = len(block.within) + 1 if block.within else 0
+    names = [name[start:] for name in block.columns]
     layers: list[SharedColumn] = []
     for name in names:
         layer: Any = module.get_submodule(name)
@@ -113,7 +118,7 @@ def share_input(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
     module.register_forward_hook(shared.after, always_call=True)
 
 
-def _input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+def input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     """Where the input of a module is: the first argument, or the one of a usual name."""
     if args and isinstance(args[0], torch.Tensor):
         return 0

@@ -12,6 +12,9 @@ style                      all-reduce form                     sequence-parallel
                            matmul                              with the matmul
 :class:`SequenceParallel`  for modules that see own heads      for modules that see own rows or
                                                                own heads
+:class:`Experts`           stacked experts, each rank some     each rank sends its own tokens
+                           of them; a slice of the tokens
+                           is sent by each
 =========================  ==================================  ================================
 """
 
@@ -20,12 +23,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tileweave.nn.replicated import make_replicated
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.core.replicated import copy_to_group
+from tileweave.parallel.experts import check_experts, shard_experts
 from tileweave.parallel.fused import SplitLinear, check_parts
 
 
@@ -121,6 +128,36 @@ class Rowwise(ParallelStyle):
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
 
 
+class Experts(ParallelStyle):
+    """Shard stacked experts of transformers by expert: each rank has E / R of them. Tokens are
+    sent to them, and the results back, fused with the matmuls.
+
+    Parameters
+    ----------
+    sequence_dim : int, optional
+        Each rank has its own tokens, as many as the others. None: all have the same tokens, of
+        which each sends a slice.
+
+    Raises
+    ------
+    InputError
+        The module is not one that transformers' ``use_experts_implementation`` describes, or the
+        ranks cannot share its experts.
+    """
+
+    def __init__(self, *, sequence_dim: int | None = None) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_experts(type(module).__name__, module, device_mesh.size())
+        shard_experts(module, device_mesh, self.sequence_dim is not None, self.src_data_rank)
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
+
+
 class SequenceParallel(ParallelStyle):
     """Apply a module, such as a norm, to this rank's rows or heads. Its parameters are replicated,
     and their gradients summed over ranks."""
@@ -132,3 +169,32 @@ class SequenceParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class LatentKeys(ParallelStyle):
+    """The small projection before the keys and values of an attention, whole on every rank, in the
+    all-reduce form. Its last ``rotary`` features go to the heads of this rank directly, so their
+    gradient is summed over ranks."""
+
+    def __init__(self, rotary: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        make_replicated(module, device_mesh, sums=False, source=self.src_data_rank)
+        module.register_forward_hook(_SumsLast(self.rotary, name_of(device_mesh)))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rotary})"
+
+
+class _SumsLast:
+    """A hook that sums gradients of the last features over ranks."""
+
+    def __init__(self, features: int, group_name: str) -> None:
+        self.features, self.group_name = features, group_name
+
+    def __call__(self, _: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+        first, last = y.split([y.shape[-1] - self.features, self.features], -1)
+        return torch.cat([first, copy_to_group(last, self.group_name)], -1)

@@ -28,14 +28,14 @@ from tileweave.nn.made_classes import make_class
 from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
+from tileweave.parallel.fused import FOREIGN
+from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
 from tileweave.parallel.hooks import BACKWARD, FORWARD, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import SharedColumn
 
-# What a forward that counts on other shapes raises; out of memory and the like are no such errors.
-FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+# Errors in FOREIGN that do not come from other shapes.
 NOT_FOREIGN = (TileweaveError, torch.OutOfMemoryError, dist.DistError, torch.AcceleratorError)
-# What a copy of a module, or a forward with made-up numbers, may raise.
-UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError, copy.Error, PicklingError)
+UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
 ROWS = 3  # of an input that is made up

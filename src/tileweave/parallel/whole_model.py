@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from fnmatch import fnmatchcase
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,14 +27,22 @@ from tileweave.parallel.checks import (
     check_own_rows,
     check_styles,
     counts_heads,
+    routed_parts,
 )
 from tileweave.parallel.data_parallel import refuse_ddp
-from tileweave.parallel.fused import FusedLayer, split
-from tileweave.parallel.own_rows import shard_rows
+from tileweave.parallel.experts import experts_of, is_described
+from tileweave.parallel.fused import COUNTED, HEADS, FusedLayer, class_path, split
+from tileweave.parallel.own_rows import AllRows, shard_rows
+from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
+    BY_HEAD,
     COLUMN,
+    EXPERTS,
+    HAS_BY_HEAD,
+    LATENT,
     OWN_HEADS,
     ROW,
+    STACKED,
     SUMS,
     UNTOUCHED,
     WHOLE,
@@ -41,13 +52,15 @@ from tileweave.parallel.plans import (
     of_transformers,
     recognise,
     split_fused,
+    take_latent,
 )
 from tileweave.parallel.same_numbers import check_numbers
 from tileweave.parallel.saving import save_whole
 from tileweave.parallel.shared_input import share_input
-from tileweave.parallel.styles import Colwise, Rowwise, SequenceParallel
+from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
 from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
 
+_LOG = logging.getLogger("tileweave")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 Styles = dict[str, str | ParallelStyle]
 
@@ -75,7 +88,8 @@ def parallelize(
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (transformers' Phi-3 and GLM, any gated MLP that passes a trial); others are
-    refused, or take ``Colwise(parts=...)``. The state_dict keeps the names and shapes of ``model``.
+    refused, or take ``Colwise(parts=...)``. Stacked experts of transformers are sharded by expert:
+    tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
     ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
     Parameters
@@ -95,8 +109,8 @@ def parallelize(
         A dict gives a style for each pattern of module paths (``fnmatch``, such as
         ``"layers.*.wq"``): "colwise", "rowwise", "sequence_parallel" (its input is a part: own
         rows, heads or features, and gradients of its parameters are summed over ranks),
-        "replicated" (its input is whole), or a ``ParallelStyle`` of ``tileweave.parallel`` or
-        torch.
+        "replicated" (its input is whole), "experts", or a ``ParallelStyle`` of
+        ``tileweave.parallel`` or torch.
 
     sequence_parallel : bool
         False: activations between layers are the same on every rank, and each row-parallel layer
@@ -104,7 +118,8 @@ def parallelize(
         attention and MLP, and scattered after them, fused with the matmuls. The first block of a
         list (``ModuleList``, ``ModuleDict``, ``Sequential``) takes this rank's rows of its input,
         the output of the last one is gathered. Without such a list the model takes and returns this
-        rank's rows.
+        rank's rows. With the plan "auto", a module with layers that are not in the plan takes all
+        rows on every rank, which costs a gather; a warning has its path.
 
     sequence_dim : int
         With ``sequence_parallel``: the dimension of rows, 1 for activations [batch, sequence,
@@ -156,10 +171,13 @@ def parallelize(
     for layer in fused:
         check_block(model, Block(layer.path, (layer.name,), layer.row), styled, whole, size)
         check_fused(model, layer, size)
+    routed = routed_parts(model, styles) if sequence_parallel else ()
     outer = _outer_lists(model, [*styled]) if sequence_parallel else []
+    all_rows: list[str] = []  # modules that take the rows of all ranks
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        check_own_rows(model, roots, blocks, {**styled, **dict.fromkeys(lora, SUMS[0])})
+        by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
+        all_rows = check_own_rows(model, roots, blocks, by_row, routed, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
@@ -171,35 +189,67 @@ def parallelize(
     for path, style in sums_last:
         if style in UNTOUCHED:
             continue
-        made = _style(style, at)
+        dim = at
+        if path.startswith(tuple(f"{path}." for path in all_rows)):
+            dim = None
+        elif path.startswith(routed):  # rows of any order there, maybe flattened
+            dim = 0
+        made = _style(style, dim)
         made.src_data_rank = src_data_rank
         _replace(model, path, made._apply(model.get_submodule(path), over))
     for path, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             module.path = path
     for block in blocks:
+        module = model.get_submodule(block.path)
+        by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
+        for count in HEADS if class_path(module) in COUNTED else ():
+            if hasattr(module, count):
+                setattr(module, count, getattr(module, count) // size)
+        if by_head:
+            shard_own(module, by_head, over, src_data_rank)
         if block.shares:
-            share_input(model.get_submodule(block.path), block.path, block.columns)
+            share_input(model, block)
     for path in lora:
         shard_lora(model.get_submodule(path), over, src_data_rank)
     for path, watched in tried.items():
         watch(model.get_submodule(path), watched)
-    inner = {block.path for block in blocks} | tried.keys()
+    inner = {block.path for block in blocks} | tried.keys() | {*all_rows}
     rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
-    known: dict[nn.Parameter, nn.Parameter] = {}
-    for part in rows:  # all that is not sharded sees own rows, or own heads
-        make_replicated(part, over, True, known, src_data_rank)
-    for block in blocks:
-        for child, part in model.get_submodule(block.path).named_children():
-            if child in OWN_HEADS:
-                make_replicated(part, over, True, known, src_data_rank)
+    known = _replicate_parts(model, over, blocks, all_rows, rows, at, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
     plain_in_parents(model)
-    if check and not sequence_parallel:
-        check_numbers(model, name)
+    if check:
+        same = [model.get_submodule(path) for path in all_rows] if sequence_parallel else [model]
+        check_numbers(model, same, name)
     save_whole(model)
     refuse_ddp(model)
     return model
+
+
+def _replicate_parts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    blocks: list[Block],
+    all_rows: list[str],
+    own_rows: list[nn.Module],
+    dim: int | None,
+    source: int | None,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Replicate the parameters that see a part of the heads or rows, and those of modules that take
+    all rows, which are gathered along ``dim``. Returns the new parameters by the old ones."""
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    for block in blocks:
+        for child, part in model.get_submodule(block.path).named_children():
+            if child in OWN_HEADS:
+                make_replicated(part, mesh, True, known, source)
+    for path in all_rows:
+        part = model.get_submodule(path)
+        AllRows(path, part, name_of(mesh), dim or 0)
+        make_replicated(part, mesh, False, known, source)
+    for part in own_rows:  # all else that is not sharded
+        make_replicated(part, mesh, True, known, source)
+    return known
 
 
 def _one_dimension(mesh: Group | None) -> Group | None:
@@ -222,7 +272,9 @@ def _styles(
     given = of_transformers(model)
     if given is None or not {COLUMN, ROW} & {*given.values()}:  # some plans have the head only
         return _recognised(model, size)
-    known = (COLUMN, ROW, *SUMS, *WHOLE)
+    styles: Styles = dict.fromkeys(experts_of(model, size), EXPERTS)
+    given = _without_experts(model, given)
+    known = (COLUMN, ROW, LATENT, *SUMS, *WHOLE)
     for pattern, style in given.items():
         require(
             style in known,
@@ -230,7 +282,8 @@ def _styles(
             ", ".join(known),
             "pass plan={...} without it, or load with tileweave.integrations.transformers",
         )
-    styles = matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False)
+    styles.update(matched(model, {p: s for p, s in given.items() if s not in WHOLE}, strict=False))
+    take_latent(model, styles)
     whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
     if not styles and not fused:
@@ -238,11 +291,31 @@ def _styles(
     return styles, blocks_of(styles), fused, {*whole}
 
 
+def _without_experts(model: nn.Module, given: dict[str, str]) -> dict[str, str]:
+    """``given`` without the entries of transformers for stacked experts, of which some are
+    sharded by expert and others stay whole, and for parameters of attentions themselves."""
+    kept = {}
+    for pattern, style in given.items():
+        named = [(path, m) for path, m in model.named_modules() if fnmatchcase(path, pattern)]
+        if style in (*STACKED, HAS_BY_HEAD) and not any(isinstance(m, nn.Linear) for _, m in named):
+            for path, module in named if style == STACKED[0] else ():
+                if not is_described(module):
+                    _LOG.warning(
+                        "%s stays whole on every rank: use_experts_implementation of transformers "
+                        "does not describe it",
+                        path,
+                    )
+        else:
+            kept[pattern] = style
+    return kept
+
+
 def _recognised(
     model: nn.Module, size: int
 ) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
     blocks, fused = recognise(model, size)
     styles: Styles = {path: kind for b in blocks for path, kind in b.paths().items()}
+    styles.update(dict.fromkeys(experts_of(model, size), EXPERTS))
     return styles, blocks, fused, set()
 
 
@@ -282,6 +355,8 @@ def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyl
         return Colwise(sequence_dim=sequence_dim)
     if style == ROW:
         return Rowwise(sequence_dim=sequence_dim)
+    if style == EXPERTS:
+        return Experts(sequence_dim=sequence_dim)
     return SequenceParallel()
 
 
