@@ -169,6 +169,7 @@ def test_opcheck(largest: World) -> None:
     largest.run(behaviour.opcheck, case(16, 128, 64, **FULL), timeout=200)
 
 
+@pytest.mark.own_gpu  # torch's gather of a whole DTensor crashes with gloo
 def test_row_parallel_linear(largest: World) -> None:
     largest.run(behaviour.row_parallel_linear, case(64, 256, 128, bias=True), timeout=100)
 
