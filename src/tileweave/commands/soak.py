@@ -74,7 +74,7 @@ class Wish:
     seed: int
     shapes: int
     faults: tuple[str, ...] = ()
-    every: float = 20.0
+    every: float = 8.0
 
 
 @dataclass
