@@ -19,8 +19,9 @@ from torchtitan.models.common import moe as _moe
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss import moe as _gpt_oss
 
-from tileweave.integrations._experts import bias_of_rows, bias_of_tokens
+from tileweave.nn.gated_experts import bias_of_rows, bias_of_tokens
 from tileweave.nn.shards import local
+from tileweave.ops.core.registry import name_of
 from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.experts.swiglu import swiglu
@@ -111,7 +112,7 @@ class GptOssGroupedExperts(_gpt_oss.GptOssGroupedExperts):
             z = _summed(rows, local(self.mlp2_weight_EDF), plan, routing, x)
             ids, scores = routing.ids.contiguous(), routing.scores.float().contiguous()
             bias = local(self.mlp2_bias_ED).float()
-            return z + bias_of_tokens(bias, ids, scores, routing.group).type_as(z)
+            return z + bias_of_tokens(bias, ids, scores, name_of(routing.group)).type_as(z)
 
 
 def _sent(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Any]:
