@@ -4,7 +4,9 @@ on its peers, and nothing of it remains."""
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
+from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 from tests.support.calls import refusal
 from tests.support.worlds import Member, World, Worlds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import tileweave as tw
-from tileweave.ops.core.argument_types import checks_types
+from tileweave.ops.core.argument_types import checks_types, reading
 
 WRONG: tuple[Any, ...] = ("row", 2.5, b"x", object(), {}, torch.zeros(4, 4).to_sparse())
 
@@ -167,8 +171,10 @@ def other_dtypes(me: Member) -> None:
     assert "without a shared expert also clamped_swiglu" in text
     for sizes in ((-32, 16, 4, 2), (32, 0, 4, 2)):
         assert "sizes of 1 or more" in refusal(tw.nn.MoE, *sizes), sizes
-    for size in (-16, 10**30):
+    for size in (-16, 2**31):
         assert "sizes of 0 or more" in refusal(tw.nn.RowParallelLinear, 32, size)
+    assert "whole numbers 64 bits" in refusal(tw.nn.RowParallelLinear, 32, 10**30)
+    assert "fewer than 2**59" in refusal(tw.nn.RowParallelLinear, 2**30, 2**30)
     assert "a device of torch" in refusal(tw.nn.ColumnParallelLinear, 32, 16, device="gpu")
     assert "0 to 1, or None" in refusal(tw.parallelize, torch.nn.Linear(2, 2), src_data_rank=2)
 
@@ -180,6 +186,191 @@ def world(worlds: Worlds) -> World:
 
 def test_layers_with_a_shared_expert(world: World) -> None:
     world.run(other_dtypes)
+
+
+NESTED, MAPPING = [[1]], {1: 2}
+SPARSE, SCALAR = torch.zeros(4, 16).to_sparse(), torch.tensor(1.0)
+COMPLEX = torch.ones(4, 16, dtype=torch.complex64)
+TENSORS = (SPARSE, SCALAR, COMPLEX, torch.ones(4, 16, device="meta"))
+OTHERS = (None, "x", 3, float("nan"), 10**30, -1, NESTED, MAPPING, object(), range(3), b"x", len)
+NONSENSE: tuple[Any, ...] = OTHERS + TENSORS
+Take = Callable[[Any], object]
+
+
+class Router(torch.nn.Module):
+    """Returns ``made``, whatever the tokens are."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.made = made
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, _: torch.Tensor) -> Any:
+        return self.made
+
+
+def pair() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+
+
+def planned(**options: Any) -> torch.nn.Module:
+    styles = {"0": tw.parallel.Colwise(**options), "1": tw.parallel.Rowwise()}
+    return tw.parallelize(pair(), plan=styles, check=False)
+
+
+def places(me: Member) -> dict[str, tuple[Take, tuple[Any, ...]]]:
+    """What takes one argument, and what of ``NONSENSE`` it may take."""
+    whole = torch.nn.Linear(16, 16)
+    layers = {
+        "ColumnParallelLinear": tw.nn.ColumnParallelLinear(16, 16),
+        "a layer that gathers nothing": tw.nn.ColumnParallelLinear(16, 16, gather=False),
+        "RowParallelLinear": tw.nn.RowParallelLinear(16, 16),
+        "RowParallelLinear(scatter=False)": tw.nn.RowParallelLinear(16, 16, scatter=False),
+        "MoE": tw.nn.MoE(16, 16, 4, 1),
+        "SoftmaxTopK": tw.nn.SoftmaxTopK(16, 4, 1),
+        "SigmoidTopK": tw.nn.SigmoidTopK(16, 4, 1),
+        "a parallel model": tw.parallelize(pair(), plan={"0": "colwise", "1": "rowwise"}),
+    }
+    x, split = torch.ones(4, 16), planned(parts={"q": 8, "k": 8})
+    x.requires_grad_()
+    bag, rows = tw.nn.ShardedEmbeddingBag([tw.TableSpec("a", 8, 8)]), torch.zeros(4).long()
+    bags, tables, rate = torch.arange(5), [torch.ones(3, 8, requires_grad=True)], torch.ones(1)
+    lookup = partial(tw.embedding_bag_all_to_all, tables, rows, bags)
+    join, spec = tw.parallel.join_projections, tw.TableSpec
+    numbers, texts = (3, 10**30, -1), ("x",)
+    config = {"hidden_size": 16, "moe_intermediate_size": 16, "num_experts": 4}
+    config |= {"model_type": "qwen3_moe", "num_experts_per_tok": 1, "hidden_act": "silu"}
+    config |= {"norm_topk_prob": True}
+    made = tw.nn.MoE.from_config
+    takes: dict[str, tuple[Take, tuple[Any, ...]]] = {
+        "explain op": (tw.explain, ()),
+        "warmup op": (tw.warmup, ()),
+        "warmup tune": (
+            lambda v: tw.warmup("swiglu", tune=v),
+            OTHERS,
+        ),
+        "copy_to_group x": (tw.copy_to_group, TENSORS),
+        "tables": (lambda v: tw.embedding_bag(v, rows, bags), ()),
+        "tables of ranks": (lambda v: tw.embedding_bag_all_to_all(v, rows, bags), ()),
+        "replicate": (lambda v: tw.nn.replicate(v, sums=True), ()),
+        "replicate sums": (lambda v: tw.nn.replicate(whole, sums=v), (None, *numbers)),
+        "FusedOptimizer kind": (lambda v: lookup(optimizer=tw.FusedOptimizer(v, rate)), ()),
+        "FusedOptimizer rate": (lambda v: lookup(optimizer=tw.FusedOptimizer("sgd", v)), (SCALAR,)),
+        "states": (lambda v: lookup(optimizer=tw.FusedOptimizer("adagrad", rate, v)), ()),
+        "layout": (lambda v: lookup(layout=tw.EmbeddingLayout(v, ((8,), (8,)))), ()),
+        "columns": (
+            lambda v: lookup(layout=tw.EmbeddingLayout(((v,), (v,)), ((8,), (8,)))),
+            (),
+        ),
+        "in_rank_order": (tw.EmbeddingLayout.in_rank_order, (NESTED,)),
+        "Colwise parts": (lambda v: tw.parallel.Colwise(parts=v), (None,)),
+        "Colwise fp8": (lambda v: tw.parallel.Colwise(fp8=v), (None,)),
+        "Rowwise fp8": (lambda v: tw.parallel.Rowwise(fp8=v), (None,)),
+        "sequence_dim": (lambda v: tw.parallel.Experts(sequence_dim=v), (None, 3, -1)),
+        "size of a part": (lambda v: planned(parts={"q": v, "k": 8}), ()),
+        "plan": (lambda v: tw.parallelize(pair(), plan=v), ()),
+        "style": (lambda v: tw.parallelize(pair(), plan={"0": v}), ()),
+        "mesh": (lambda v: tw.parallelize(pair(), v, {"0": "colwise"}), (None,)),
+        "join model": (lambda v: join(v, {}), ()),
+        "join state": (lambda v: join(whole, v), (MAPPING,)),
+        "join groups": (lambda v: join(whole, {"state": {}, "param_groups": v}), ()),
+        "join values": (lambda v: join(split, {"0.q.weight": x, "0.k.weight": v}), (COMPLEX,)),
+        "from_linear": (tw.nn.ColumnParallelLinear.from_linear, ()),
+        "train_in_fp8": (tw.nn.ColumnParallelLinear(16, 16).train_in_fp8, (None,)),
+        "router": (lambda v: tw.nn.MoE(16, 16, 4, 1, router=Router(v))(x), ()),
+        "weights": (lambda v: tw.nn.MoE(16, 16, 4, 1, router=Router((v, rows)))(x), ()),
+        "config": (made, ()),
+        "config size": (lambda v: made(config | {"hidden_size": v}), (3,)),
+        "config type": (lambda v: made(config | {"model_type": v}), ()),
+        "config blocks": (
+            lambda v: made(
+                config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": v}}
+            ),
+            (),
+        ),
+        "load_tables": (bag.load_tables, ()),
+        "lengths": (lambda v: bag(v, rows), ()),
+        "rows": (lambda v: tw.nn.ShardedEmbeddingBag([spec("a", v, 8)]), (3,)),
+        "name": (lambda v: tw.nn.ShardedEmbeddingBag([spec(v, 8, 8)]), texts),
+        "hidden_size": (lambda v: tw.nn.SoftmaxTopK(v, 4, 1), (3,)),
+        "num_experts": (lambda v: tw.nn.SigmoidTopK(16, v, 1), (3,)),
+        "size of MoE": (lambda v: tw.nn.MoE(v, 16, 4, 1), (3,)),
+    }
+    # torch multiplies sparse tensors, too
+    may = {name: () if name == "MoE" or "Parallel" in name else (SPARSE,) for name in layers}
+    return takes | {f"x of {name}": (layer, may[name]) for name, layer in layers.items()}
+
+
+def nonsense(me: Member) -> list[str]:
+    """Texts of refusals, each in a group of no earlier calls."""
+    found = []
+    for name, (take, may) in places(me).items():
+        for value in NONSENSE:
+            if any(value is one for one in may):
+                continue
+            found.append(f"{name} {value!r:.40}: {refusal(take, value)}")
+            tw.close()
+    return found
+
+
+def test_nonsense_is_refused(worlds: Worlds) -> None:
+    """Of layers, styles, plans and descriptions, also of what is in them."""
+    texts = worlds("gloo", 2).run(nonsense, timeout=240)[0]
+    assert len(texts) > 600
+    three_parts = re.compile(r".*Error: asked: .+; allowed: .+; remedy: .+", re.DOTALL)
+    assert [text for text in texts if not three_parts.fullmatch(text)] == []
+
+
+def as_dtensors(me: Member) -> None:
+    """Operators and layers that take plain tensors say which argument is a DTensor."""
+    x = torch.ones(4, 16)
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    given = DTensor.from_local(x, mesh, [Replicate()])
+    for take in (
+        tw.nn.MoE(16, 16, 4, 1),
+        tw.nn.MoE(16, 16, 4, 1, tokens="replicated"),
+        tw.nn.SoftmaxTopK(16, 4, 1),
+        lambda x: tw.quantize(x, "row"),
+    ):
+        text = refusal(take, given)
+        assert "asked: x as a DTensor with placements" in text, text
+        assert "pass x.to_local()" in text, text
+        tw.close()
+    w, other = torch.ones(16, 16), DTensor.from_local(x, mesh, [Replicate()])
+    text = refusal(tw.matmul_all_reduce, x, w, residual=other)
+    assert "residual as a DTensor" in text, text
+
+
+def test_dtensors_of_operators_that_take_none(world: World) -> None:
+    world.run(as_dtensors)
+
+
+def layer_breaks_off(me: Member) -> str:
+    """Rank 1 passes no tensor to a layer, is refused, and calls again; rank 0 does not know."""
+    layer, x = tw.nn.MoE(16, 16, 4, 1), torch.ones(4, 16)
+    layer(x)
+    if me.rank == 1:
+        assert "MoE.forward with x='x'" in refusal(layer, "x")
+    found = refusal(layer, x) or refusal(layer, x)
+    tw.close()
+    assert layer(x).shape == x.shape
+    return found
+
+
+def test_peers_learn_of_a_wrong_type_in_a_layer(world: World) -> None:
+    for text in world.run(layer_breaks_off):
+        assert text.startswith(("RankMismatchError", "PeerTimeout")), text
+
+
+def test_a_layer_passes_memory_errors_on() -> None:
+    """Also where nested data is read."""
+    for error in (torch.OutOfMemoryError("full"), tw.UnsupportedError("no")):
+        with pytest.raises(type(error)) as caught, reading("a", "b", "c"):
+            raise error
+        assert caught.value is error
+    said = "asked: a; allowed: b; remedy: c"
+    with pytest.raises(tw.InputError, match=said), reading("a", "b", "c"):
+        raise RuntimeError
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import InputError, require
+from tileweave.ops.core.argument_types import reading
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
@@ -92,7 +93,8 @@ def with_tileweave(spec: Any) -> Any:
         Nothing in ``spec`` can be replaced.
     """
     replaced: list[str] = []
-    found = _walk(copy.deepcopy(spec), replaced)
+    with reading(f"a {type(spec).__name__}", "a ModuleSpec", "call get_gpt_layer_local_spec"):
+        found = _walk(copy.deepcopy(spec), replaced)
     require(
         bool(replaced),
         "a specification without Megatron-core's ColumnParallelLinear or RowParallelLinear",

@@ -17,6 +17,7 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group
 from tileweave.ops.matmul.scaled import RECIPES
 from tileweave.parallel.whole_model import parallelize as _parallelize
@@ -57,6 +58,7 @@ def recipe_of(path: str, layer: Any) -> str:
     return names[0]
 
 
+@checks_types_first
 def parallelize(
     model: nn.Module, mesh: Group | None = None, plan: Any = "auto", **options: Any
 ) -> nn.Module:

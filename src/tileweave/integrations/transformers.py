@@ -41,6 +41,7 @@ from tileweave.errors import InputError, require
 from tileweave.integrations import _scaled_linear as fp8
 from tileweave.integrations._experts import ExpertParallel
 from tileweave.nn.linear import under_autocast
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 
 try:
@@ -75,6 +76,7 @@ class _Settings:
 _SETTINGS = _Settings()
 
 
+@checks_types_first
 def enable(*, experts: bool = True, max_tokens: int | None = None) -> None:
     """Let models that are loaded from now on call tileweave. A second call changes only options.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from tileweave.errors import require
 from tileweave.nn.linear import draw_seed, generator_of
-from tileweave.ops.core.argument_types import checks_types_first
+from tileweave.ops.core.argument_types import checks_types, checks_types_first
 from tileweave.ops.core.collectives import exchange_numbers
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
@@ -282,6 +282,7 @@ class ShardedEmbeddingBag(nn.Module):
         for owner, name, start in self._optimizer_state():
             getattr(owner, name).fill_(start)
 
+    @checks_types
     @torch.no_grad()
     def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
         """Copy this rank's parts from whole tables.
@@ -340,6 +341,7 @@ class ShardedEmbeddingBag(nn.Module):
             return torch.device("cpu"), self.dtype
         return torch.device("cuda", torch.cuda.current_device()), self.dtype
 
+    @checks_types
     def forward(
         self,
         lengths: torch.Tensor,
@@ -355,6 +357,7 @@ class ShardedEmbeddingBag(nn.Module):
             indices, offsets, weights, lengths.numel() // self.num_features * self.world_size
         )
 
+    @checks_types
     def lookup(
         self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int
     ) -> torch.Tensor:

@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 
 from tileweave.errors import require
 from tileweave.nn.gated_experts import ACTIVATIONS, CLAMPED, Experts
-from tileweave.nn.moe_configs import fp8_of, options_of
+from tileweave.nn.moe_configs import MODELS, fp8_of, options_of
 from tileweave.nn.replicated import make_replicated
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
 from tileweave.nn.scaled_experts import FP8Experts, dequantized
-from tileweave.nn.shards import is_dtensor, mesh_of
-from tileweave.ops.core.argument_types import checks_types_first
+from tileweave.nn.shards import check_sizes, is_dtensor, mesh_of
+from tileweave.ops.core.argument_types import checks_types, checks_types_first, reading
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.ops.matmul.scaled import FP8
@@ -190,6 +190,9 @@ class MoE(nn.Module):
             "sizes of 1 or more; 0 or more of the shared expert and of tokens",
             "pass the sizes of the model",
         )
+        sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * intermediate_size}
+        check_sizes("a MoE layer", 1, **sizes, num_experts=num_experts)
+        check_sizes("a shared expert", 0, shared_intermediate_size=shared_intermediate_size)
         require(
             hidden_act in ACTIVATIONS or (hidden_act == CLAMPED and not shared_intermediate_size),
             f"hidden_act={hidden_act!r}, shared_intermediate_size={shared_intermediate_size}",
@@ -228,6 +231,7 @@ class MoE(nn.Module):
         self.register_state_dict_post_hook(_note_activation)
 
     @classmethod
+    @checks_types_first
     def from_config(
         cls,
         config: object,
@@ -259,9 +263,14 @@ class MoE(nn.Module):
             If the model is another one, something is missing, ``hidden_act`` is an activation that
             the layer does not compute, or experts are quantised in another way.
         """
-        sizes, options = options_of(config)
+        with reading(
+            f"the layer of a configuration, a {type(config).__name__}, with other values",
+            f"one of transformers, of model_type {', '.join(map(repr, MODELS))}",
+            "pass the configuration of the language model",
+        ):
+            sizes, options = options_of(config)
+            options["fp8"] = fp8 or fp8_of(config)
         kinds = {"device": device, "dtype": dtype}
-        options["fp8"] = fp8 or fp8_of(config)
         sigmoid = options.pop("sigmoid", None)
         if sigmoid is not None:
             hidden_size, _, count, top_k = sizes
@@ -306,6 +315,7 @@ class MoE(nn.Module):
             self.experts = FP8Experts.of(self.experts)
         return self
 
+    @checks_types
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the state_dict of the whole layer, with all experts stacked; each rank takes its
         own. As ``load_state_dict``, with another error.
@@ -326,6 +336,7 @@ class MoE(nn.Module):
             )
         self.load_state_dict(state)
 
+    @checks_types
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
         require(
@@ -347,7 +358,16 @@ class MoE(nn.Module):
 
     def _own_tokens(self, tokens: torch.Tensor, count: int | None) -> torch.Tensor:
         """The layer for this rank's tokens, of which only the first ``count`` are tokens."""
-        weights, ids = self.gate(tokens)
+        routed = self.gate(tokens)
+        require(
+            isinstance(routed, (tuple, list))
+            and [isinstance(t, torch.Tensor) and t.layout is torch.strided for t in routed]
+            == [True, True],
+            lambda: f"a router that returns {type(routed).__name__} {routed!r:.60}",
+            "(weights [T, k], ids [T, k])",
+            "return these two tensors from its forward",
+        )
+        weights, ids = routed
         if count is not None:
             beyond = torch.arange(ids.shape[0], device=ids.device) >= count
             ids = ids.masked_fill(beyond[:, None], -1)

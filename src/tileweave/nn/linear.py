@@ -27,12 +27,15 @@ from torch.nn.functional import linear as multiply
 from tileweave.errors import InputError, require
 from tileweave.nn.shards import (
     ShardedModule,
+    check_sizes,
+    described,
     distributed,
+    fits_weight,
     local,
     mesh_of,
     sharded,
 )
-from tileweave.ops.core.argument_types import checks_types_first
+from tileweave.ops.core.argument_types import checks_types, checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
@@ -81,6 +84,16 @@ def _told(recipe: str | None) -> str:
     return "" if recipe is None else f", fp8={recipe!r}"
 
 
+def check_recipe(recipe: str | None) -> None:
+    """Raise :class:`InputError` unless this is a recipe of FP8 training, or None."""
+    require(
+        recipe is None or recipe in RECIPES,
+        f"fp8={recipe!r}",
+        f"None, {', '.join(map(repr, RECIPES))}",
+        "pass the name of a recipe of torchao",
+    )
+
+
 class _RefusesAdapters:
     """The attribute of a layer that PEFT reads before it adds LoRA: shapes would not fit."""
 
@@ -114,12 +127,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
         dtype: torch.dtype | None,
     ) -> None:
         nn.Module.__init__(self)
-        require(
-            all(0 <= size < 2**31 for size in (in_features, out_features)),
-            f"a layer of in_features={in_features}, out_features={out_features}",
-            "sizes of 0 or more, below 2**31",
-            "pass the sizes of the whole layer",
-        )
+        check_sizes("a layer", 0, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self._join(group)
         shape = [out_features, in_features]
@@ -147,17 +155,13 @@ class ParallelLinear(ShardedModule, nn.Linear):
             "pad the layer or choose another group",
         )
 
+    @checks_types
     def train_in_fp8(self, recipe: str | None) -> Any:
         """Quantise operands by this recipe of FP8 training from now on (None: do not), and return
         the layer."""
         if recipe is not None:
             rows, depth = local(self.weight).shape
-            require(
-                recipe in RECIPES,
-                f"fp8={recipe!r}",
-                f"None, {', '.join(map(repr, RECIPES))}",
-                "pass the name of a recipe of torchao",
-            )
+            check_recipe(recipe)
             require(
                 rows % ALIGN == 0 and depth % ALIGN == 0,
                 f"fp8={recipe!r} with a weight {(rows, depth)} of each rank",
@@ -316,6 +320,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.train_in_fp8(fp8)
 
     @classmethod
+    @checks_types_first
     def from_linear(
         cls,
         linear: nn.Linear,
@@ -330,9 +335,16 @@ class ColumnParallelLinear(ParallelLinear):
         options = dict(gather=gather, dim=dim, save_gathered=save_gathered)
         return cls._from(linear, group, **options).train_in_fp8(fp8)
 
+    @checks_types
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, *self.parts())
         if not self.gather:
+            require(
+                fits_weight(x, w),
+                lambda: f"{self.path or type(self).__name__} of {described(x)}",
+                f"x [..., {self.in_features}] like its weight, {described(w)}",
+                "pass such an x",
+            )
             whole = copy_to_group(x, self.group_name)
             if self.fp8 is not None:
                 return multiply_in_fp8(whole, w, bias, self.fp8)
@@ -430,6 +442,7 @@ class RowParallelLinear(ParallelLinear):
         self.train_in_fp8(fp8)
 
     @classmethod
+    @checks_types_first
     def from_linear(
         cls,
         linear: nn.Linear,
@@ -442,9 +455,10 @@ class RowParallelLinear(ParallelLinear):
         """This rank's shard of a full ``nn.Linear``, that every rank has. Options: of the class."""
         return cls._from(linear, group, scatter=scatter, dim=dim).train_in_fp8(fp8)
 
+    @checks_types
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, *self.parts())
-        if x.shape[-1] != w.shape[1]:
+        if x.dim() == 0 or x.shape[-1] != w.shape[1]:
             self._refuse(x)
         if not self.scatter:
             y = matmul_all_reduce(x, w, bias, group=self.group_name, quantize=self.fp8)

@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tileweave.nn.made_classes import make_class
 from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local, mesh_of
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, name_of
 from tileweave.ops.core.replicated import copy_to_group
 
 
+@checks_types_first
 def replicate(module: nn.Module, *, group: Group | None = None, sums: bool) -> nn.Module:
     """Make the parameters of a module replicated DTensors, and sum their gradients over a group.
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tileweave.errors import require
-from tileweave.nn.shards import local
-from tileweave.ops.core.argument_types import checks_types_first
+from tileweave.nn.shards import check_sizes, described, fits_weight, local
+from tileweave.ops.core.argument_types import checks_types, checks_types_first
 
 
 class _Router(nn.Module):
@@ -24,6 +24,7 @@ class _Router(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        check_sizes("a router", 1, hidden_size=hidden_size, num_experts=num_experts)
         self.weight = nn.Parameter(
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         )
@@ -36,6 +37,12 @@ class _Router(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """fp32 logits [T, E] of tokens [T, H]."""
         weight = self.weight
+        require(
+            fits_weight(x, weight),
+            lambda: f"a router of {described(x)}",
+            f"tokens [..., {weight.shape[1]}] like its weight, {described(weight)}",
+            "pass tokens of hidden_size",
+        )
         dtype = torch.promote_types(x.dtype, weight.dtype)
         return linear(x.to(dtype), weight.to(dtype)).float()
 
@@ -79,9 +86,16 @@ class SoftmaxTopK(_Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_experts, device, dtype)
+        require(
+            0 < top_k <= num_experts,
+            f"{num_experts} experts, top_k={top_k}",
+            "top_k from 1 to the number of experts",
+            "pass num_experts_per_tok of the model",
+        )
         self.top_k, self.normalize = top_k, normalize
         self.reset_parameters()
 
+    @checks_types
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = self.logits(x).softmax(-1).topk(self.top_k, -1)
         return weights / weights.sum(-1, keepdim=True) if self.normalize else weights, ids
@@ -171,6 +185,7 @@ class SigmoidTopK(_Router):
         super().reset_parameters()
         nn.init.zeros_(self.e_score_correction_bias)
 
+    @checks_types
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.logits(x).sigmoid()
         choice = scores.detach() + self.e_score_correction_bias

@@ -6,6 +6,7 @@ read its local tensor.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tileweave.errors import require
 from tileweave.nn.loss_scaling import share_overflow
 from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
+
+
+def check_sizes(layer: str, least: int, **sizes: int) -> None:
+    """Raise :class:`InputError` for sizes of a layer that no tensor can have, of ``least`` to
+    2**31 - 1."""
+    require(
+        all(least <= size < 2**31 for size in sizes.values()) and math.prod(sizes.values()) < 2**59,
+        lambda: f"{layer} of {', '.join(f'{name}={size}' for name, size in sizes.items())}",
+        f"sizes of {least} or more, below 2**31, and fewer than 2**59 elements",
+        "pass the sizes of the whole layer",
+    )
+
+
+def fits_weight(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the last dimension of x is the second one of ``weight``, and both can be
+    multiplied."""
+    same = x.device == weight.device and x.is_complex() == weight.is_complex()
+    return same and x.dim() > 0 and x.shape[-1] == weight.shape[1]
+
+
+def described(t: torch.Tensor) -> str:
+    """Shape, dtype and device of a tensor, for errors."""
+    return f"a tensor {tuple(t.shape)} of {t.dtype} on {t.device}"
 
 
 def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
@@ -117,7 +142,9 @@ class ShardedModule(nn.Module):
         known = self.prepared(dict(state_dict), prefix)
         for name, parameter in self._parameters.items():
             given = known.get(prefix + name)
-            if parameter is None or given is None or not is_dtensor(parameter) or is_dtensor(given):
+            if parameter is None or not is_dtensor(parameter) or is_dtensor(given):
+                continue
+            if not isinstance(given, torch.Tensor):  # torch refuses it
                 continue
             if given.shape != parameter.shape:
                 known.pop(prefix + name)

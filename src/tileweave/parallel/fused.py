@@ -18,6 +18,7 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.shards import is_dtensor
+from tileweave.ops.core.argument_types import checks_types_first, reading
 
 # Attentions whose forward takes the numbers of heads from ``config`` and ``num_key_value_heads``.
 ATTENTIONS = (
@@ -151,6 +152,7 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat([part.detach() for part in parts]) if tensors else parts[0]
 
 
+@checks_types_first
 def join_projections(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with the names of the model before ``parallelize``.
 
@@ -174,9 +176,18 @@ def join_projections(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
         their memory: ``torch.distributed.checkpoint`` saves them, and loads into ``state``. Plain
         tensors are concatenated. Other entries as they are.
     """
+    with reading(
+        f"join_projections of a state with the keys {[*state]!r:.200}",
+        "tensors by names of parameters, or what get_optimizer_state_dict returns",
+        "pass one of these, of this model",
+    ):
+        return _with_fused_names(model, state)
+
+
+def _with_fused_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     if set(state) == {"state", "param_groups"}:
         groups = [{**g, "params": _fused_names(model, g["params"])} for g in state["param_groups"]]
-        return {"state": join_projections(model, state["state"]), "param_groups": groups}
+        return {"state": _with_fused_names(model, state["state"]), "param_groups": groups}
     joined = dict(state)
     for name, parts in _projections(model).items():
         if not all(part in joined for part in parts):
@@ -263,7 +274,7 @@ def check_parts(path: str, linear: Any, parts: Mapping[str, int], size: int, hea
     )
     for name, part in parts.items():
         require(
-            part % (size * head) == 0,
+            part > 0 and part % (size * head) == 0,
             f"{path}: {part} features of {name}, heads of {head}, over {size} ranks",
             "a multiple of the world size, and whole heads on every rank",
             "choose fewer ranks, or pass a plan without it",

@@ -28,8 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear, check_recipe
 from tileweave.nn.replicated import make_replicated
+from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.parallel.experts import check_experts, shard_experts
@@ -63,6 +64,7 @@ class Colwise(ParallelStyle):
         size.
     """
 
+    @checks_types_first
     def __init__(
         self,
         *,
@@ -71,6 +73,7 @@ class Colwise(ParallelStyle):
         parts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        check_recipe(fp8)
         self.sequence_dim, self.fp8, self.parts = sequence_dim, fp8, parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -114,8 +117,10 @@ class Rowwise(ParallelStyle):
         size.
     """
 
+    @checks_types_first
     def __init__(self, *, sequence_dim: int | None = None, fp8: str | None = None) -> None:
         super().__init__()
+        check_recipe(fp8)
         self.sequence_dim, self.fp8 = sequence_dim, fp8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,6 +150,7 @@ class Experts(ParallelStyle):
         ranks cannot share its experts.
     """
 
+    @checks_types_first
     def __init__(self, *, sequence_dim: int | None = None) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim

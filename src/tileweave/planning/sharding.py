@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from numbers import Integral, Real
+from operator import index
 
 from tileweave.errors import InputError, require
 from tileweave.planning import topology
@@ -48,11 +49,18 @@ class EmbeddingLayout:
         dims : sequence of sequence of int
             ``dims[rank][i]`` is the number of columns of the i-th local table of ``rank``.
         """
+        try:
+            dims = [tuple(map(index, mine)) for mine in dims]
+        except TypeError as error:
+            raise InputError(
+                f"asked: a layout of {dims!r:.100}; allowed: for each rank, the whole numbers of "
+                "columns of its tables; remedy: pass a list of lists"
+            ) from error
         columns, at = [], 0
         for mine in dims:
             columns.append(tuple(at + sum(mine[:i]) for i in range(len(mine))))
             at += sum(mine)
-        return cls(tuple(columns), tuple(tuple(mine) for mine in dims))
+        return cls(tuple(columns), tuple(dims))
 
     @property
     def width(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
@@ -13,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from tileweave.errors import TileweaveError, require
+from tileweave.errors import InputError, TileweaveError, require
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.registry import Group, name_of
 
@@ -59,38 +61,60 @@ def checks_types_first(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_types(
-    raised: Exception, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    raised: Exception,
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtensors: Sequence[str] = (),
 ) -> None:
     """After ``call`` raised one of ``RAISED``: raise :class:`InputError`, which peers learn of, if
-    an argument has a type that its annotation does not allow. Nothing while torch traces.
+    an argument has a type that its annotation does not allow. Nothing while torch traces. The group
+    is the argument of this name, or that of the layer of which ``call`` is a method. ``dtensors``:
+    the names of arguments that may be DTensors.
 
     ``raised`` is its cause: it may have another reason, where such a type happens to work.
     """
     if isinstance(raised, OF_OTHER_REASONS) or torch.compiler.is_compiling():
         return
-    group = kwargs.get("group")
+    from tileweave.ops.core.dtensors import refuse_dtensors  # which imports this module
+
+    def check(*_: object) -> None:
+        given = _require_types(call, args, kwargs)
+        refuse_dtensors(**{name: given[name] for name in given if name not in dtensors})
+
+    names = signature(call).parameters
+    layer = args[0] if "self" in names and args else None
+    group = kwargs.get("group", getattr(layer, "group_name", None))
     try:
-        if "group" in signature(call).parameters and isinstance(group, Group | None):
+        if ("group" in names or group is not None) and isinstance(group, Group | None):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-            check_own(
-                call.__name__,
-                name_of(group),
-                lambda *_: _require_types(call, args, kwargs),
-                *tensors[:1],
-            )
+            check_own(call.__name__, name_of(group), check, *tensors[:1])
         else:
-            _require_types(call, args, kwargs)
+            check()
     except TileweaveError as error:
         raise error from raised
 
 
+@contextmanager
+def reading(asked: str, allowed: str, remedy: str) -> Iterator[None]:
+    """Context of code that reads nested data of a user: what that raises becomes
+    :class:`InputError` with these three parts."""
+    try:
+        yield
+    except RAISED as error:
+        if isinstance(error, OF_OTHER_REASONS):
+            raise
+        raise InputError(f"asked: {asked}; allowed: {allowed}; remedy: {remedy}") from error
+
+
 def _require_types(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+) -> dict[str, Any]:
+    """The arguments by name, all of types that are allowed."""
     try:
         given = signature(call).bind(*args, **kwargs).arguments
     except TypeError:  # Python's own error says which argument is missing or unknown
-        return
+        return {}
     hints = get_type_hints(call, globalns={}, localns=_Names(call))
     for name, value in given.items():
         if name == "device" and isinstance(value, str):
@@ -100,17 +124,35 @@ def _require_types(
                 "a device of torch",
                 'pass "cpu", "cuda" or "meta"',
             )
-        require(
-            name not in hints or _fits(value, hints[name]),
-            lambda name=name, value=value: f"{call.__qualname__} with {name}={_described(value)}",
-            f"{name}: {call.__annotations__[name]}" if name in hints else "",
-            "pass one of these types; tensors have strides",
-        )
+        if name in hints:
+            _require_type(
+                f"{call.__qualname__} with", name, value, call.__annotations__[name], hints
+            )
+    return given
+
+
+def _require_type(
+    asked: str, name: str, value: Any, annotation: str, hints: Mapping[str, Any]
+) -> None:
+    """Raise :class:`InputError` unless ``value`` has a type that ``annotation`` allows, and fields
+    of our own classes in it have theirs."""
+    require(
+        _fits(value, hints[name]),
+        lambda: f"{asked} {name}={_described(value)}",
+        f"{name}: {annotation}",
+        "pass one of these types; tensors have strides, whole numbers 64 bits",
+    )
+    for one in value if isinstance(value, (list, tuple)) else (value,):
+        if is_dataclass(one) and type(one).__module__.startswith("tileweave."):
+            types = get_type_hints(type(one), localns=_Names(type(one)))
+            for part in fields(one):
+                inside = f"{asked} {name}, a {type(one).__name__} with"
+                _require_type(inside, part.name, getattr(one, part.name), str(part.type), types)
 
 
 class _Names(dict[str, Any]):
-    """The names that annotations of ``call`` use; ``Any`` for what is imported for type checkers
-    only."""
+    """The names that annotations of ``call``, a function or a class, use; ``Any`` for what is
+    imported for type checkers only."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._of_module = vars(sys.modules[call.__module__])
@@ -124,23 +166,34 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is None or hint is type(None):
         return value is None
+    if hint is Any:
+        return True
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
     if hint is bool:
         return isinstance(value, Integral | torch.SymBool | None) or type(value).__name__ == "bool"
+    whole = isinstance(value, Integral) and hint in (int, float)
+    if whole and not -(2**63) <= int(value) < 2**63:
+        return False
     if hint is int:
         return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
     if hint is float:
         return isinstance(value, Real | torch.SymFloat | torch.SymInt)
     if origin is tuple:
-        return isinstance(value, tuple)
+        several = inner[-1:] == (...,)
+        return isinstance(value, tuple) and all(_fits(v, inner[0]) for v in value if several)
+    if origin in (dict, Mapping):
+        return isinstance(value, origin) and all(
+            _fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items()
+        )
     if origin in (Sequence, list, Iterable):
         whole = isinstance(value, (str, bytes, Mapping)) or hasattr(value, "dtype")
         if whole or not isinstance(value, Iterable):
             return False
-        return not isinstance(value, (list, tuple)) or all(_fits(v, inner[0]) for v in value)
+        known = value[:1] if isinstance(value, range) else value  # which may be very long
+        return not isinstance(known, Sequence) or all(_fits(v, inner[0]) for v in known)
     kind = origin or hint
     if isinstance(value, torch.Tensor) and not _is_plain(value):
         return False

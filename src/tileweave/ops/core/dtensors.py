@@ -45,7 +45,7 @@ def takes_dtensors(result: Dim, **places: Dim) -> Callable[[Callable[P, T]], Cal
                     return plain(x, w, bias, **options)
                 return _on_shards(plain, result, places, {"x": x, "w": w, "bias": bias, **options})
             except RAISED as error:
-                refuse_types(error, plain, (x, w, bias), options)
+                refuse_types(error, plain, (x, w, bias), options, ("x", "w", "bias"))
                 raise
 
         return operator  # type: ignore[return-value]

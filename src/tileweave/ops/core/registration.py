@@ -119,6 +119,7 @@ def spec_of(op: str) -> OperatorSpec:
     return SPECS[op]
 
 
+@checks_types
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
     """Return the plan of a call: which path it takes, and why. Sends nothing.
 
@@ -159,6 +160,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 TUNERS: list[Callable[..., None]] = []
 
 
+@checks_types
 def warmup(op: str, *args: object, tune: bool = False, **kwargs: object) -> Plan | dict[int, Plan]:
     """Reserve the memory of an operator and compile its kernels, so that a CUDA graph may capture
     calls. Collective.

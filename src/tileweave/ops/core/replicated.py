@@ -21,6 +21,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
+from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.registry import (
     Group,
     define,
@@ -32,6 +33,7 @@ from tileweave.ops.core.registry import (
 )
 
 
+@checks_types
 def copy_to_group(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """Return x unchanged; its gradient is summed over the ranks of the group.
 
