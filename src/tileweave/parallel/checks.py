@@ -308,8 +308,9 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
     of_heads = module.get_submodule(columns[0]).out_features
     for name in columns:
         features = module.get_submodule(name).out_features
-        # such as a gate with a number for each head
-        by_head = isinstance(head, int) and features * head == of_heads and features % size == 0
+        # such as a gate with a number for each head; one key head may have as many features
+        by_head = isinstance(head, int) and not _of_keys(name)
+        by_head = by_head and features * head == of_heads and features % size == 0
         require(
             not isinstance(head, int) or features // size % head == 0 or by_head,
             f"{block.taking}.{name}: {features} features, heads of {head}, over {size} ranks",
@@ -341,7 +342,7 @@ def counts_heads(module: nn.Module) -> bool:
 
 
 def _of_keys(name: str) -> bool:
-    return any(word in name.lower() for word in ("kv", "key", "k_", "v_", "wk", "wv"))
+    return any(word in name.lower() for word in ("kv", "key", "value", "k_", "v_", "wk", "wv"))
 
 
 def _heads_in_forward(module: Any) -> Iterator[tuple[str, int]]:
