@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support.tiny_models import apart, tiny_model, whole
 from tests.support.worlds import Member, World
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 import tileweave as tw
 from tileweave.errors import InputError
@@ -28,7 +28,6 @@ MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
 
 
 def built(kind: str, seed: int) -> Any:
-    import transformers
 
     draw = random.Random(f"{kind} {seed}")
     kv_heads, head = draw.choice([2, 4, 6]), draw.choice([4, 8, 16])
@@ -55,21 +54,7 @@ def built(kind: str, seed: int) -> Any:
         options["original_max_position_embeddings"] = 64
     elif kind not in ("GPTNeoX", "OPT"):
         options |= {"head_dim": head, "hidden_size": 8 * draw.randint(2, 6)}
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def whole(t: Any) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(((a - b).abs().max() / b.abs().max().clamp_min(1e-6)).detach())
+    return tiny_model(kind, "ForCausalLM", seed, options)
 
 
 def compared(me: Member, kind: str, seed: int, sequence: bool) -> dict[str, Any]:
@@ -191,17 +176,10 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
 
 def bert(kind: str) -> Any:
     """Whose attention has its projections in two modules."""
-    import transformers
 
     sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     options = {"num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return tiny_model(kind, "ForSequenceClassification", 0, sizes | options)
 
 
 def classified(me: Member, kind: str, sequence: bool) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support.tiny_models import apart, tiny_model, whole
 from tests.support.worlds import Member, World
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import tileweave as tw
 from tileweave.errors import InputError
@@ -60,23 +61,7 @@ IDS = torch.randint(3, 37, (2, 6), generator=torch.Generator().manual_seed(1))
 
 
 def built(kind: str, **options: Any) -> Any:
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(**(SIZES | MODELS[kind] | options))
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def whole(t: Any) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(((a - b).abs().max() / b.abs().max().clamp_min(1e-6)).detach())
+    return tiny_model(kind, "ForCausalLM", 0, SIZES | MODELS[kind] | options)
 
 
 def trained(model: Any, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
