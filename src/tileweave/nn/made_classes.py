@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+import torch
 
 
 class MadeClass(type):
@@ -40,6 +43,19 @@ def make_class(
     kind = MadeClass if type(base) in (type, MadeClass) else type(base)
     space = {**members, "__module__": base.__module__, "_made_by": (made_by, (base, *arguments))}
     return kind(base.__name__, (mixin, base), space)
+
+
+def forward_by(cls: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for a class made of ``cls``: ``call(module, cls.forward, args, kwargs)``, but under
+    torch.compile that of ``cls`` itself."""
+
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        return call(self, cls.forward, args, kwargs)
+
+    return forward
 
 
 def _reduce(made: type) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import InputError, require
-from tileweave.nn.made_classes import make_class
+from tileweave.nn.made_classes import forward_by, make_class
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.fused import FOREIGN
@@ -80,23 +81,21 @@ class OwnRowsBlock(nn.Module):
 
 @cache
 def _class_of(cls: Any) -> type:
-    @wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return cls.forward(self, *args, **kwargs)
-        try:
-            return cls.forward(self, *args, **kwargs)
-        except FOREIGN as error:
-            if isinstance(error, NOT_FOREIGN):
-                raise
-            raise InputError(
-                f"asked: {self._rows_path} with sequence_parallel=True, whose forward raised "
-                f"{type(error).__name__}: {error}; allowed: a forward that takes the rows of one "
-                "rank, and no other tensor with all rows; remedy: pass sequence_parallel=False to "
-                "tileweave.parallelize"
-            ) from error
+    return make_class(cls, OwnRowsBlock, {"forward": forward_by(cls, _call)}, _class_of)
 
-    return make_class(cls, OwnRowsBlock, {"forward": forward}, _class_of)
+
+def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return forward(module, *args, **kwargs)
+    except FOREIGN as error:
+        if isinstance(error, NOT_FOREIGN):
+            raise
+        raise InputError(
+            f"asked: {module._rows_path} with sequence_parallel=True, whose forward raised "
+            f"{type(error).__name__}: {error}; allowed: a forward that takes the rows of one "
+            "rank, and no other tensor with all rows; remedy: pass sequence_parallel=False to "
+            "tileweave.parallelize"
+        ) from error
 
 
 class AllRows:

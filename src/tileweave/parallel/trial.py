@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 from pickle import PicklingError
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 
 from tileweave.errors import InputError, TileweaveError
 from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear
-from tileweave.nn.made_classes import make_class
+from tileweave.nn.made_classes import forward_by, make_class
 from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
@@ -172,13 +172,7 @@ def watch(module: nn.Module, tried: Tried) -> None:
 
 @cache
 def _class_of(cls: Any) -> type:
-    @wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return cls.forward(self, *args, **kwargs)
-        return _call(self, cls.forward, args, kwargs)
-
-    return make_class(cls, TriedModule, {"forward": forward}, _class_of)
+    return make_class(cls, TriedModule, {"forward": forward_by(cls, _call)}, _class_of)
 
 
 def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
