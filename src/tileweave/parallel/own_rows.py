@@ -13,12 +13,12 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.made_classes import forward_by, make_class
+from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import input_of
-from tileweave.parallel.trial import NOT_FOREIGN
 
 _LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
@@ -88,7 +88,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     try:
         return forward(module, *args, **kwargs)
     except FOREIGN as error:
-        if isinstance(error, NOT_FOREIGN):
+        if isinstance(error, OF_OTHER_REASONS):
             raise
         raise InputError(
             f"asked: {module._rows_path} with sequence_parallel=True, whose forward raised "

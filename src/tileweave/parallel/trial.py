@@ -19,22 +19,20 @@ from pickle import PicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tileweave.errors import InputError, TileweaveError
+from tileweave.errors import InputError
 from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear
 from tileweave.nn.made_classes import forward_by, make_class
 from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
+from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
 from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
 from tileweave.parallel.hooks import BACKWARD, FORWARD, guard_hooks, has_hooks
 from tileweave.parallel.shared_input import SharedColumn
 
-# Errors in FOREIGN that do not come from other shapes.
-NOT_FOREIGN = (TileweaveError, torch.OutOfMemoryError, dist.DistError, torch.AcceleratorError)
 UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
@@ -194,7 +192,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         with _outputs_of(module, tried.inner) as inner:
             result = forward(module, *args, **kwargs)
     except FOREIGN as error:
-        if isinstance(error, NOT_FOREIGN):
+        if isinstance(error, OF_OTHER_REASONS):
             raise
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
     _judge(module, tried, outer, forward, given[0], given[1], inner)

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # what Python and torch raise for an argument that has another type than they take
 RAISED = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# no type of an argument is the reason for these, most of which are RuntimeErrors
+# no type or shape of an argument is the reason for these, most of which are RuntimeErrors
 OF_OTHER_REASONS = (
     TileweaveError,
     torch.OutOfMemoryError,
