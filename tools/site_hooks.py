@@ -1,8 +1,8 @@
 """Hooks of mkdocs, for `make site`.
 
 Pages are also read as files of the repository, so they link to files outside of docs/. Here such a
-link leads to a copy: Markdown as a page, anything else as text. The page of commands gets what
-`--help` says.
+link leads to a copy: Markdown as a page, anything else as text. A picture is a link to itself,
+since wide ones have to be enlarged on a phone. The page of commands gets what `--help` says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {ROOT / name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+PICTURE = re.compile(r"(!\[[^\]]*\]\(([^)\s]+\.png)\))")
 FOLDER = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)\)")
 COMMANDS = "<!-- commands -->"
 TABLES = re.compile(r"measured|results/|files/")  # pages that would bury what one looks for
@@ -69,7 +70,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         is_link = "://" not in found[2] and (source.parent / found[2]).is_dir()
         return found[1] if is_link else found[0]
 
-    text = LINK.sub(lead, FOLDER.sub(folder, markdown))
+    text = PICTURE.sub(r"[\1](\2)", markdown)
+    text = LINK.sub(lead, FOLDER.sub(folder, text))
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
 
 

@@ -101,6 +101,16 @@ def test_every_bench_case_is_found_by_its_name() -> None:
         assert [case.name for case in cases.select(op, f"^{names[0]}$")] == [names[0]]
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_tiny_fp8_cases_suit_tensor_cores(world_size: int) -> None:
+    """Operands of 8 bits need columns and depth that are multiples of 16, on each rank."""
+    cases = pytest.importorskip("tileweave.bench.cases")
+    tiny = [case for op in tileweave.OPERATORS for case in cases.samples_of(op).smoke]
+    shards = [case.shard(world_size) for case in tiny if getattr(case, "scales", "")]
+    assert len(shards) == 3
+    assert all(cols % 16 == depth % 16 == 0 for _, cols, depth in shards)
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_interleaved_order_is_balanced(count: int) -> None:
     rows = [turn(count, number) for number in range(2 * count)]

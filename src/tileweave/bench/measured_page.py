@@ -30,7 +30,7 @@ from tileweave.sim.results import ALLOWED, REMEDY, read_report
 
 MACHINE = "4xH200"
 RATIOS = {
-    "limit_ratio": "limit ratio",
+    "limit_ratio": "of the bound",
     "over_unfused": "over unfused",
     "over_gathered": "over gathered",
     "over_torch": "over torch",
@@ -44,10 +44,10 @@ HEAD = """# Measured
 torch {torch}, triton {triton}, NCCL {nccl}, {date};
 microseconds, slowest rank, median of {repeats} repeats, all rivals of a case interleaved; every
 repeat: [results](results). A case is of the last run that had it, with all of its rivals.
-M, N, K are global. `limit ratio`: a bare matmul that runs concurrently with copies of the same
-size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with both permutes for experts;
-`no order`: without them, which is faster and gives no right result; `gathered`, where it was
-measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold:
+M, N, K are global. `of the bound`: the time of a bare matmul that runs concurrently with copies of
+the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with both permutes for
+experts; `no order`: without them, which is faster and gives no right result; `gathered`, where it
+was measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold:
 slower than a rival by half a percent or more.
 Written by `python -m tileweave.bench.measured_page docs/results{option}`.
 """

@@ -306,7 +306,7 @@ def bench(
         bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")
     ] = False,
 ) -> None:
-    """Time an operator against its unfused path, its rivals and the physical limit.
+    """Time an operator against its unfused path, its rivals and the co-run bound.
 
     Needs two GPUs or more.
     """

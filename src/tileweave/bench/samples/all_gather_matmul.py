@@ -92,7 +92,7 @@ SAMPLES = Samples(
         ),
         *fp8_cases(OP, LAYERS, LARGE, SMALL[:-1]),
     ],
-    smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 96, 128)],
+    smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 384, 128)],
     quick=r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd",
     rival=RivalsOf(AllGatherMatmulRivals, ScaledGatherRivals),
     bars={

@@ -171,6 +171,8 @@ def embedding_bag_all_to_all(
         (a ValueError) A shape, dtype, device or memory layout that the operator does not take. With
         ``TILEWEAVE_DEBUG=1`` also indices out of range, which otherwise read nothing and count as
         zeros.
+    RankMismatchError
+        (an InputError) Ranks called different operators, or the same one with other arguments.
     PeerTimeout
         A peer does not call in time.
     CaptureError

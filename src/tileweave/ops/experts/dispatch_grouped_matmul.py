@@ -139,6 +139,8 @@ def dispatch_grouped_matmul(
     ------
     InputError
         (a ValueError) Arguments that the operator does not take. Raised before anything is sent.
+    RankMismatchError
+        (an InputError) Ranks called different operators, or the same one with other arguments.
     PeerTimeout
         A peer does not call in time.
     CaptureError

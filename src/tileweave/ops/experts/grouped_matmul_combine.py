@@ -123,6 +123,8 @@ def grouped_matmul_combine(
     InputError
         (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
         Raised before anything is sent.
+    RankMismatchError
+        (an InputError) Ranks called different operators, or the same one with other arguments.
     PeerTimeout
         A peer does not call in time.
     CaptureError

@@ -160,6 +160,8 @@ def matmul_reduce_scatter(
     InputError
         (a ValueError) A shape, dtype, device or memory layout that the operator does not take.
         Raised before anything is sent.
+    RankMismatchError
+        (an InputError) Ranks called different operators, or the same one with other arguments.
     PeerTimeout
         A peer does not call in time.
     CaptureError
