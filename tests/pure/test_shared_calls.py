@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.pure.test_workspace import NotingTransport
 
+from tileweave.ops.experts import dispatch_grouped_matmul_fused as dispatch
 from tileweave.ops.matmul import (
     all_gather_matmul_fused,
     matmul_all_reduce_fused,
@@ -23,11 +25,13 @@ from tileweave.ops.matmul.exchange_launch import exchange_launch
 from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.schedules.grouped import DispatchConfig
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.workspace import Workspace
+from tileweave.transport.workspace import Instance, Workspace
 
 LIBRARY = MatmulConfig("library", "sm", 16, 32, 16, 1, 4)
 TRITON = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, num_slices=2, num_producers=1)
+DISPATCH = DispatchConfig("triton", 16, 16, 16, 1, 4)
 ROWS_TO_COLUMNS = Exchange(0, 1)
 HALF = torch.float16
 
@@ -174,6 +178,83 @@ def test_calls_share_what_is_made_for_them_alone(
         same = [other for other, one in zip(calls, made, strict=True) if one is made[number]]
         assert same == [changed], "calls that differ have the same"
         assert make(workspace, **changed) is made[number], f"{changed} is made again"
+
+
+# Of a slot, with four ranks and the defaults above: what arrives from each peer, and where a kernel
+# wants that, the own part or whole tiles. Symmetric memory is rounded up, which hides what lacks.
+BYTES = {
+    "exchange": 3 * (8 // 4 * 8) * 4,
+    "sum": 3 * (4 * 16) * 4,
+    "sum of shards": 4 * (4 * 16) * 4,
+    "concurrent gather": 4 * (4 * 8) * 4,
+    "gather": 3 * (4 * 8) * 4,
+    "fused gather": 3 * (16 * 32) * 4,
+    "exchange, then gather": 3 * (16 // 4 * 32) * 4,
+    "one shot": 4 * (16 * 16) * 4,
+    "fused exchange": 3 * (16 * 16) * 4,
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_slots_have_room_for_all_that_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    reserve = Instance.reserve
+
+    def noted(instance: Instance, slot_bytes: int, *more: int) -> None:
+        asked.append(slot_bytes)
+        reserve(instance, slot_bytes, *more)
+
+    monkeypatch.setattr(Instance, "reserve", noted)
+    CASES[name][0](Workspace(NotingTransport(world_size=4)))  # type: ignore[arg-type]
+    assert asked == [BYTES[name]]
+
+
+def test_a_dispatch_has_room_for_the_tokens_of_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its launches are found again by whatever they are made for."""
+    workspace: Any = Workspace(NotingTransport(world_size=4))  # type: ignore[arg-type]
+    asked: list[int] = []
+    marks: list[int] = []
+    made: list[object] = []
+
+    def launcher(*_: object) -> Callable[..., None]:
+        made.append(object())
+        return lambda *_: None
+
+    monkeypatch.setattr(Instance, "reserve", lambda _, size, *more: asked.append(size))
+    monkeypatch.setattr(Instance, "begin", lambda _, mark: marks.append(mark))
+    monkeypatch.setattr(dispatch, "workspace_of", lambda *_: workspace)
+    monkeypatch.setattr(dispatch, "endpoint", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_launcher", lambda _: launcher)
+
+    def call(
+        tokens: int = 64,
+        topk: int = 2,
+        experts: tuple[int, ...] = (2, 16, 32),
+        x: torch.dtype = torch.float32,
+        y: torch.dtype = torch.float32,
+        config: DispatchConfig = DISPATCH,
+        turned: bool = False,
+    ) -> None:
+        plan: Any = SimpleNamespace(
+            world_size=4, rank=1, max_tokens=tokens, topk=topk, bound=8, fields=()
+        )
+        weights = torch.ones(experts, dtype=x)
+        if turned:
+            weights = weights.mT.contiguous().mT
+        operands = torch.ones(tokens, experts[2], dtype=x), weights, plan, torch.ones(8, 8, dtype=y)
+        dispatch.run_fused(*operands, "group", config, None)
+
+    call()
+    assert asked == [3 * 64 * 32 * 4]
+    calls: list[dict[str, Any]] = [{}, {"tokens": 32}, {"topk": 1}, {"experts": (1, 16, 32)}]
+    calls += [{"x": HALF}, {"y": HALF}, {"config": replace(DISPATCH, tile_n=32)}, {"turned": True}]
+    for changed in calls[1:]:
+        call(**changed)
+    assert len(made) == len(calls), "calls that differ have the same launches"
+    assert len(set(marks)) == 5, "ranks agree on tokens, choices, experts and the dtype of x"
+    for changed in calls:
+        call(**changed)
+    assert len(made) == len(calls), "launches are made again"
 
 
 @pytest.mark.parametrize("checksum", [0, 12345])
