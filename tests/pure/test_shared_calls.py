@@ -18,6 +18,7 @@ from tileweave.ops.matmul import (
     matmul_all_reduce_fused,
     matmul_all_to_all_fused,
     matmul_reduce_scatter_fused,
+    reduce_by_cublas,
 )
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
 from tileweave.ops.matmul.cublas import Plain, gather_then_multiply
@@ -207,6 +208,20 @@ def test_slots_have_room_for_all_that_arrives(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(Instance, "reserve", noted)
     CASES[name][0](Workspace(NotingTransport(world_size=4)))  # type: ignore[arg-type]
     assert asked == [BYTES[name]]
+
+
+def test_every_rank_has_columns_of_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two shots each rank sums some columns. If two had none, they would send each other
+    nothing, and not see that one is absent: then every rank sums all of them."""
+    asked: list[int] = []
+    monkeypatch.setattr(Instance, "reserve", lambda _, size, *more: asked.append(size))
+    monkeypatch.setattr(reduce_by_cublas, "endpoint", lambda *_: None)
+    monkeypatch.setattr(reduce_by_cublas, "launcher", lambda *_: None)
+    for cols in (64, 48, 3, 2, 1):
+        workspace: Any = Workspace(NotingTransport(world_size=4))  # type: ignore[arg-type]
+        reduced(workspace, own_rows=8, cols=cols)
+    two_shots = [3 * 2 * (8 * own) * 4 for own in (16, 12, 1)]
+    assert asked == [*two_shots, *(4 * (8 * cols) * 4 for cols in (2, 1))]
 
 
 def test_a_dispatch_has_room_for_the_tokens_of_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
