@@ -1,5 +1,5 @@
 """Hooks of parallelized modules: which arguments they change, which they refuse, and what is left
-after a forward that raised. Nothing is sent."""
+after a forward that raised; and the parts of a tensor that they take. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from tileweave.errors import InputError
 from tileweave.nn import replicated
+from tileweave.ops.core import replicated as parts_of_group
 from tileweave.parallel import own_rows
 
 X, MASK = torch.arange(24.0).view(1, 6, 4), torch.ones(1, 1, 6, 6)
@@ -101,3 +102,25 @@ def test_a_deleted_parameter_is_no_attribute() -> None:
     get = replicated._getter("weight")
     with pytest.raises(AttributeError, match="weight"):
         get(SimpleNamespace(_parameters={}, _running=replicated.Running()))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_are_equal_and_without_rest(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no rank takes would be lost without a word."""
+    monkeypatch.setattr(parts_of_group, "group_of", lambda name: name)
+    monkeypatch.setattr(
+        parts_of_group.collectives, "all_gather", lambda x, _: torch.cat([x, x + 100, x + 200])
+    )
+    x = torch.arange(6.0 * 9 * 3).view(6, 9, 3)
+    for rank in range(3):
+        monkeypatch.setattr(parts_of_group, "rank_and_size", lambda _, rank=rank: (rank, 3))
+        part = parts_of_group._own_part(x, dim, "group")
+        assert torch.equal(part, x.chunk(3, dim)[rank]) and part.is_contiguous()
+        assert parts_of_group._like_part(x, dim, "group").shape == part.shape
+        whole = parts_of_group._gather_parts(part, dim, "group")
+        assert torch.equal(whole, torch.cat([part, part + 100, part + 200], dim))
+        like = parts_of_group._like_gathered(part, dim, "group")
+        assert like.shape == whole.shape and like.stride() == whole.stride()
+    for function in (parts_of_group._own_part, parts_of_group._like_part):
+        with pytest.raises(InputError, match="a multiple of the world size"):
+            function(torch.zeros(7, 7, 7), dim, "group")
