@@ -15,6 +15,7 @@ from tests.pure.test_workspace import NotingTransport
 from tileweave.ops.experts import dispatch_grouped_matmul_fused as dispatch
 from tileweave.ops.matmul import (
     all_gather_matmul_fused,
+    inputs,
     matmul_all_reduce_fused,
     matmul_all_to_all_fused,
     matmul_reduce_scatter_fused,
@@ -284,3 +285,59 @@ def test_a_concurrent_gather_is_compared(checksum: int, monkeypatch: pytest.Monk
     other = gather_of(Workspace(transport), (ones(8, 8),))[1].checksum
     assert marks == [checksum or call.checksum] and 0 not in (other, *marks)
     assert other != call.checksum
+
+
+class Begun(Exception):
+    """Raised in place of a call, with its checksum."""
+
+
+BY_COPIES = {"transport": "copy_engine"}
+CONFIGS = {
+    "triton, sm": TRITON,
+    "triton, copy_engine": replace(TRITON, **BY_COPIES),
+    "library, sm": LIBRARY,
+    "library, one shot": replace(LIBRARY, shots=1),
+    "library, copy_engine": replace(LIBRARY, **BY_COPIES),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_call_is_compared_by_its_checksum(
+    config: MatmulConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever path it takes: without it ranks whose calls differ would not find that."""
+
+    def begin(_: Instance, mark: int = 0, *more: object) -> bool:
+        raise Begun(mark)
+
+    workspace: Any = Workspace(NotingTransport(world_size=2))  # type: ignore[arg-type]
+
+    def chosen() -> inputs.Accepted:
+        return inputs.Accepted("fused", "", config, 12345, 2, workspace=workspace)
+
+    monkeypatch.setattr(Instance, "begin", begin)
+    monkeypatch.setattr(Instance, "launched", lambda _: None)
+    x, w, rows = ones(32, 32), ones(32, 32), ones(16, 32)
+    calls: dict[str, Callable[[], object]] = {}
+    if config.shots != 1:
+        calls["gather"] = lambda: all_gather_matmul_fused.run_fused(
+            x, w, None, ones(64, 32), None, "group", chosen()
+        )
+        calls["scatter"] = lambda: matmul_reduce_scatter_fused.run_fused(
+            x, w, None, rows, "group", chosen()
+        )
+    if config.transport == "sm" or config.kernel == "triton":
+        calls["exchange before"] = lambda: all_gather_matmul_fused.run_fused(
+            x, ones(32, 64), None, rows, None, "group", chosen(), None, ROWS_TO_COLUMNS
+        )
+        calls["exchange after"] = lambda: matmul_all_to_all_fused.run_fused(
+            x, w, None, ones(16, 64), ROWS_TO_COLUMNS, "group", chosen()
+        )
+    if config.transport == "sm":
+        calls["all-reduce"] = lambda: matmul_all_reduce_fused.run_fused(
+            rows, w, None, None, None, 0.0, rows, None, "group", chosen()
+        )
+    for name, call in calls.items():
+        with pytest.raises(Begun) as found:
+            call()
+        assert found.value.args == (12345,), name
