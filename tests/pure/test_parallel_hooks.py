@@ -12,6 +12,7 @@ from torch import nn
 
 from tileweave.errors import InputError
 from tileweave.nn import replicated
+from tileweave.nn.shards import fits_weight
 from tileweave.ops.core import replicated as parts_of_group
 from tileweave.parallel import own_rows
 
@@ -102,6 +103,15 @@ def test_a_deleted_parameter_is_no_attribute() -> None:
     get = replicated._getter("weight")
     with pytest.raises(AttributeError, match="weight"):
         get(SimpleNamespace(_parameters={}, _running=replicated.Running()))
+
+
+def test_inputs_that_no_weight_fits_are_told() -> None:
+    """Layers ask before they multiply, so that the error is theirs."""
+    weight = torch.zeros(8, 4)
+    assert fits_weight(torch.zeros(4), weight) and fits_weight(torch.zeros(2, 3, 4), weight)
+    complex_numbers = torch.zeros(2, 4, dtype=torch.complex64)
+    for x in (torch.tensor(1.0), torch.zeros(2, 8), complex_numbers, torch.zeros(4, device="meta")):
+        assert not fits_weight(x, weight)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -14,7 +14,8 @@ from tileweave.ops.embedding import bag_all_to_all, bag_all_to_all_fused
 from tileweave.ops.experts import grouped_matmul_combine as combine
 from tileweave.ops.matmul import inputs
 from tileweave.planning import choices
-from tileweave.planning.problem import MatmulConfig, Plan
+from tileweave.planning.measurements import Measurement
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.topology import Topology
 
 CONFIG = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4)
@@ -260,3 +261,15 @@ def test_plans_are_made_again_after_choices_changed() -> None:
     assert known() == [0, 0] and not choices.is_forced("op")
     registry.close("a group")
     assert "a group" not in {name for name, _ in registry._accepted}
+
+
+def test_measurements_of_another_operator_are_not_found() -> None:
+    problem = Problem(2, 8, 8, 8, 4, "float32")
+    of_a, of_b = (Measurement(op, problem, {None: us}) for op, us in (("a", 1.0), ("b", 2.0)))
+    try:
+        choices.install([of_a, of_b])
+        assert choices.installed("a") == (of_a,) and choices.installed("c") == ()
+        assert choices.find("b", problem) == of_b and choices.find("c", problem) is None
+    finally:
+        choices.clear()
+    assert choices.installed("a") == () and choices.find("a", problem) is None
