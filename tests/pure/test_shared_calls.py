@@ -13,6 +13,7 @@ import torch
 from tests.pure.test_workspace import NotingTransport
 
 from tileweave.ops.experts import dispatch_grouped_matmul_fused as dispatch
+from tileweave.ops.experts import route_tokens
 from tileweave.ops.matmul import (
     all_gather_matmul_fused,
     inputs,
@@ -285,6 +286,16 @@ def test_a_concurrent_gather_is_compared(checksum: int, monkeypatch: pytest.Monk
     other = gather_of(Workspace(transport), (ones(8, 8),))[1].checksum
     assert marks == [checksum or call.checksum] and 0 not in (other, *marks)
     assert other != call.checksum
+
+
+def test_a_routing_has_room_for_the_choices_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Instance, "reserve", lambda _, size, *more: asked.append(size))
+    monkeypatch.setattr(route_tokens, "endpoint", lambda *_: None)
+    monkeypatch.setattr("tileweave.kernels.experts.routing.launcher", lambda *_: None)
+    instance = Instance("op", NotingTransport(world_size=4))  # type: ignore[arg-type]
+    route_tokens._routing_launcher(instance, 1, 1, 4, 100, 3, 2, None)
+    assert asked == [4 * 100 * 3 * 4]
 
 
 class Begun(Exception):
