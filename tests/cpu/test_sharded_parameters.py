@@ -99,6 +99,15 @@ def whole_states(me: Member) -> str:
         nn.init.zeros_(parameter)
     module.load_state_dict(wanted)
     assert all(torch.equal(whole(t), wanted[name]) for name, t in module.state_dict().items())
+    replicated = {
+        n: t.redistribute(placements=[Replicate()]) for n, t in mlp().state_dict().items()
+    }
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    module.load_state_dict(replicated)
+    for name, t in module.state_dict().items():
+        assert t.placements == mlp().state_dict()[name].placements, name
+        assert torch.equal(whole(t), wanted[name]), name
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert all(torch.equal(whole(t), wanted[name]) for name, t in copied.state_dict().items())
         assert torch.equal(copied(rows_of(me.rank)), module(rows_of(me.rank)))
@@ -221,11 +230,18 @@ def operators(me: Member) -> list[str]:
         assert y.placements == (place,), call.__name__
         plain = call(a.to_local(), weight, offset)
         assert not isinstance(plain, DTensor) and torch.equal(plain, y.to_local()), call.__name__
+        plain = call(a.to_local(), weight.to_local(), offset)
+        assert not isinstance(plain, DTensor) and torch.equal(plain, y.to_local()), call.__name__
         assert_near(y.full_tensor(), want, 1e-5, 1e-5, call.__name__)
         grads = torch.autograd.grad(y.square().sum(), (a, weight, offset))
         wanted = torch.autograd.grad(want.square().sum(), leaves)
         for got, gradient in zip(grads, wanted, strict=True):
             assert_near(got.full_tensor(), gradient, 1e-5, 1e-5, call.__name__)
+    several = tw.all_gather_matmul(x0, [w0, w0], [b0, None])
+    wanted = [nn.functional.linear(x, w, b), nn.functional.linear(x, w)]
+    for y, want in zip(several, wanted, strict=True):
+        assert y.placements == (Shard(1),)
+        assert_near(y.full_tensor(), want, 1e-5, 1e-5, "several weights")
     wide = init_device_mesh("cpu", (1, me.world_size), mesh_dim_names=("dp", "tp"))
     far = DTensor.from_local(x, wide, [Replicate(), Replicate()])
     return [

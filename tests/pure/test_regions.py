@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tileweave.transport.regions import Regions
+from tileweave.transport.regions import _LENT, Regions
 
 
 def test_regions_are_lent_until_one_is_left() -> None:
@@ -96,12 +96,20 @@ def test_a_region_is_written_after_all_that_reads_it() -> None:
 
 def test_region_is_free_after_its_last_tensor() -> None:
     regions, memory = Regions(2), torch.zeros(8)
+    before = dict(_LENT)
     lent = regions.lend(1, memory[4:])
+    assert len(_LENT) == len(before) + 1
     part = lent[1:3]
     del lent
     gc.collect()
     assert regions.held == {1} and part.data_ptr() == memory[5:].data_ptr()
     del part
+    gc.collect()
+    assert not regions.held
+    assert before == _LENT, "a fork would copy memory that may be gone"
+    lent = regions.lend(0, memory[:4])
+    _LENT.clear()  # as in a forked process, and for results on GPUs
+    del lent
     gc.collect()
     assert not regions.held
 
@@ -111,7 +119,7 @@ def test_forked_process_keeps_its_results() -> None:
     """The parent lends the regions again, on both sides of one page, and peers write there."""
     memory = torch.frombuffer(mmap.mmap(-1, 3 * mmap.PAGESIZE), dtype=torch.float32)
     regions, page = Regions(3), mmap.PAGESIZE // 4
-    places = [memory[10:20], memory[page - 5 : page + 5], memory[page + 5 : 2 * page]]
+    places = [memory[10:20], memory[page - 5 : page + 5], memory[page + 5 : 3 * page]]
     for number, place in enumerate(places):
         place.fill_(number + 1)
     lent = [regions.lend(number, place) for number, place in enumerate(places)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 import tileweave as tw
-from tileweave.transport import group_store
+from tileweave.transport import group_store, rendezvous
 from tileweave.transport.group_store import Conversation
 from tileweave.transport.rendezvous import Meeting, Messages, Texts, meet
 from tileweave.transport.torch_collectives import agree
@@ -405,3 +405,20 @@ def test_a_connection_that_broke_is_not_used_again(
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "5")
     found = on_ranks(3, lambda rank: meet(f"{rank}", three[rank], "a call"))
     assert found == [(1, ["0", "1", "2"])] * 3
+
+
+def test_variables_are_on_in_every_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks must not differ in them, so each spelling that triton takes counts as on."""
+    for number, name in enumerate(rendezvous._SWITCHES):
+        monkeypatch.setattr(rendezvous, "rail_asked", lambda: rendezvous.RAILS[0])
+        for other in rendezvous._SWITCHES:
+            monkeypatch.delenv(other, raising=False)
+        for value in ("1", "true", "True", "yes", "on", "Y", "0", "false", "", "no"):
+            monkeypatch.setenv(name, value)
+            on = value.lower() in ("1", "true", "yes", "on", "y")
+            assert rendezvous._switches() == "".join(
+                str(int(on and at == number)) for at in range(3)
+            )
+    monkeypatch.delenv(rendezvous._SWITCHES[-1])
+    monkeypatch.setattr(rendezvous, "rail_asked", lambda: rendezvous.RAILS[1])
+    assert rendezvous._switches() == "001"

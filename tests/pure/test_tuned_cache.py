@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,14 +16,15 @@ from tileweave.errors import InputError
 from tileweave.planning import cache
 from tileweave.planning.cache import Key
 from tileweave.planning.measurements import Measurement
-from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.problem import SCALES, MatmulConfig, Problem
 
+OP = "matmul_reduce_scatter"
 KEY = Key("NVIDIA H100 80GB HBM3", 132, 2, "580.65", "0.1.0", "2.11.0", "3.6.0", "all")
 CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
 OTHER = replace(CONFIG, tile_n=256)
 
 
-def tuned(rows: int, us: float = 10.0, op: str = "matmul_reduce_scatter") -> Measurement:
+def tuned(rows: int, us: float = 10.0, op: str = OP) -> Measurement:
     problem = Problem(2, rows, 4096, 2048, 2, "bfloat16")
     return Measurement(op, problem, {None: 12.0, CONFIG: us, OTHER: 11.5})
 
@@ -41,6 +43,14 @@ def test_folder_follows_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert cache.folder() == Path("/home/someone/.cache/tileweave")
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TILEWEAVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
+    with pytest.raises(InputError, match="remedy: set TILEWEAVE_CACHE"):
+        cache.folder()
 
 
 def test_every_part_of_the_key_has_files_of_its_own() -> None:
@@ -72,6 +82,23 @@ def test_results_are_read_as_they_were_written() -> None:
     assert cache.clear() == [path] and cache.files() == []
 
 
+def test_equal_results_are_equal_texts() -> None:
+    """Ranks compare checksums of these texts, whatever the order in which they measured."""
+    one = tuned(64)
+    others = [
+        replace(one, problem=replace(one.problem, **{name: value}))
+        for name, value in {"rows": 128, "cols": 64, "depth": 64, "nodes": 2}.items()
+    ]
+    half = replace(one.problem, dtype="float16")
+    fp8 = replace(one.problem, dtype="float8_e4m3fn", itemsize=1)
+    others += [replace(one, problem=p) for p in (half, *(replace(fp8, scales=k) for k in SCALES))]
+    others += [tuned(64, op="all_gather_matmul"), tuned(128, op="all_gather_matmul")]
+    found = [one, *others]
+    assert cache.text_of(KEY, found) == cache.text_of(KEY, reversed(found))
+    again = cache.parse(cache.text_of(KEY, found), "a text")[1]
+    assert len(again) == len(found) and all(one in again for one in found)
+
+
 def test_results_over_nodes_are_not_those_of_one() -> None:
     one = tuned(64)
     two = replace(one, problem=replace(one.problem, nodes=2))
@@ -95,9 +122,14 @@ BROKEN = {
     "half": cache.text_of(KEY, [tuned(64)])[:200],
     "deep": "[" * 100_000,
     "list": "[]",
+    "number": "5",
     "more": change(("more",), 1),
     "format": change(("format",), 2),
     "key": change(("key",), []),
+    "key of nothing": change(("key",), {}),
+    "key of names": change(("key",), [field.name for field in fields(Key)]),
+    "key number": change(("key",), 5),
+    "gpu number": change(("key", "gpu"), 100),
     "gpu": change(("key", "gpu"), "NVIDIA H200"),
     "sms": change(("key", "num_sms"), "132"),
     "measured": change(("measured",), {}),
@@ -114,6 +146,7 @@ BROKEN = {
     "a name twice": change(("format",), 1)[:-1] + ', "format": 1}',
     "op": change(("measured", 0, "op"), 3),
     "no times": change((*SHAPE, "us"), []),
+    "times no list": change((*SHAPE, "us"), 5),
     "us": change((*SHAPE, "us", 1), float("nan")),
     "us 0": change((*SHAPE, "us", 1), 0),
     "us text": change((*SHAPE, "us", 1), "9"),
@@ -127,6 +160,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 def test_broken_file_is_refused_by_name(text: str) -> None:
+    if text != BROKEN["gpu"]:  # of another machine
+        with pytest.raises(InputError, match="asked: the tuned results in a text"):
+            cache.parse(text, "a text")
     path = cache.path_of(KEY)
     path.write_text(text)
     for use in (lambda: cache.read(path, KEY), lambda: cache.merge(KEY, [tuned(1)])):
@@ -146,6 +182,16 @@ def test_folder_that_cannot_be_written_is_named(
     monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "file"))
     with pytest.raises(InputError, match="remedy: set TILEWEAVE_CACHE"):
         cache.require_writable(KEY)
+
+
+def test_file_that_cannot_be_replaced_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache.merge(KEY, [tuned(64)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", Mock(side_effect=OSError(28, "no space")))
+        with pytest.raises(InputError, match="no space"):
+            cache.merge(KEY, [tuned(128)])
+    assert cache.read(path, KEY)[1] == (tuned(64),)
+    assert not list(path.parent.glob("*.part")), "no half of a file is left"
 
 
 def test_writer_that_waits_too_long_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -389,6 +390,16 @@ def test_one_workspace_per_group_and_device() -> None:
         "a graph freezes slots of one of them"
     )
     assert len(made) == 2
+
+
+def test_a_workspace_without_a_ledger_is_not_used() -> None:
+    """Ranks that gave up while they shared it share it again: else one would compare nothing."""
+    registry, device = Registry(), torch.device("cpu")
+    made = registry.get("a", device, NotingTransport)
+    assert registry.find("a", device) is None
+    made.ledger.open({}, 1)
+    assert registry.find("a", device) is made and registry.get("a", device, Mock()) is made
+    registry.close()
 
 
 def test_close_one_group_or_all() -> None:

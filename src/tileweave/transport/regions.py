@@ -63,7 +63,7 @@ class Regions:
         if lends and capture and free[0] not in self.captured:
             self.captured[free[0]] = capture
             self.streams.pop(free[0], None)  # a capture cannot wait for work outside of it
-        return free[0] if lends else free[-1], lends
+        return free[0], lends
 
     def order(self, region: int, stream: Any, capture: int = 0) -> None:
         """Order the next work of ``stream``, after which peers may write to ``region``, after all
