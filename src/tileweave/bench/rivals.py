@@ -32,7 +32,7 @@ import torch
 import tileweave as tw
 from tileweave.bench.cases import Case
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import Operands, Shape, normal, poisoned, worst_of
+from tileweave.bench.subjects import Draw, Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.core.registration import spec_of
@@ -100,7 +100,7 @@ class Rivals(ABC):
 
     def _draw(self, seed: int) -> Operands:
         shape = Shape(*self.case.shard(self.size))
-        return self.subject.draw(shape, self.dtype, self.device, self.rank, self.size, seed, False)
+        return self.subject.draw(shape, Draw(self.dtype, self.device, self.rank, self.size, seed))
 
     def _weights(self) -> list[torch.Tensor]:
         """The weight, and copies so that together they do not fit the L2."""

@@ -28,6 +28,7 @@ from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import (
     TOLERANCE,
+    Draw,
     Operands,
     Shape,
     Subject,
@@ -117,7 +118,8 @@ class Checker:
         self, shape: Shape, dtype: torch.dtype, seed: int, group: dist.ProcessGroup, bias: bool
     ) -> Operands:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        operands = self.subject.draw(shape, dtype, self.member.device, rank, size, seed, bias)
+        draw = Draw(dtype, self.member.device, rank, size, seed, bias)
+        operands = self.subject.draw(shape, draw)
         self.paths.add(short(self.subject.explain(operands, group)))
         return operands
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.environment import environment
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE, Shape, poisoned
+from tileweave.bench.subjects import TOLERANCE, Draw, Shape, poisoned
 from tileweave.errors import InputError, TileweaveError, require
 from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, RankFailure, launch
@@ -256,9 +256,8 @@ class Soak:
         group: Any = self.pair if move.pair else self.member.group
         rank = dist.get_rank(group)
         subject, size = samples_of(move.op).subject, dist.get_world_size(group)
-        exact = subject.draw(
-            move.shape, move.dtype, torch.device("cpu"), rank, size, move.seed, move.bias
-        )
+        draw = Draw(move.dtype, torch.device("cpu"), rank, size, move.seed, move.bias)
+        exact = subject.draw(move.shape, draw)
         operands = exact.to(self.member.device)
         blank = lambda: poisoned(  # noqa: E731
             operands.out_shape, move.dtype, self.member.device
@@ -381,9 +380,8 @@ class Soak:
             move = self._draw()
             device = self.member.device
             subject, size = samples_of(move.op).subject, self.member.world_size
-            operands = subject.draw(
-                move.shape, move.dtype, device, self.member.rank, size, 0, move.bias
-            )
+            draw = Draw(move.dtype, device, self.member.rank, size, 0, move.bias)
+            operands = subject.draw(move.shape, draw)
             if not move.pair and subject.explain(operands, self.member.group).path == "fused":
                 self._until_right(move, None)
                 return move

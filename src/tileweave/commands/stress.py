@@ -34,7 +34,7 @@ from tileweave.bench.console import Steps, console
 from tileweave.bench.environment import environment
 from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE, Operands, Shape, Subject, poisoned, worst
+from tileweave.bench.subjects import TOLERANCE, Draw, Operands, Shape, Subject, poisoned, worst
 from tileweave.commands.check import note_on
 from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, launch
@@ -178,7 +178,8 @@ class Stress:
 
     def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int, bias: bool) -> Set:
         rank, size = dist.get_rank(lane.group), dist.get_world_size(lane.group)
-        operands = subject.draw(shape, self.dtype, self.member.device, rank, size, seed, bias)
+        draw = Draw(self.dtype, self.member.device, rank, size, seed, bias)
+        operands = subject.draw(shape, draw)
         self.paths[subject.op].add(short(subject.explain(operands, lane.group)))
         got = subject.call(operands, lane.group, None)[0]
         share = subject.error(operands, got) / TOLERANCE[self.dtype]
