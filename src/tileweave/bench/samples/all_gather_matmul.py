@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -14,6 +12,7 @@ from tileweave.bench.cases import (
     Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -81,18 +80,12 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *LAYERS[layer], False, "large")
-            for m, layer in product(LARGE, LAYERS)
-        ),
+        *layer_cases(OP, LAYERS, LARGE, False, "large"),
         Case(OP, "odd-m4084", 4 * 1021, 4 * 2500, 5000, False, "odd"),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *LAYERS[layer], True, "small")
-            for m, layer in product(SMALL, LAYERS)
-        ),
+        *layer_cases(OP, LAYERS, SMALL, True, "small"),
         *fp8_cases(OP, LAYERS, LARGE, SMALL[:-1]),
     ],
-    smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 96, 128)],
+    smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 128)],
     quick=r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd",
     rival=RivalsOf(AllGatherMatmulRivals, ScaledGatherRivals),
     bars={

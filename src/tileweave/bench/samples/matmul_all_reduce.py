@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -11,9 +9,9 @@ from tileweave.bench.cases import (
     DECODE_LAYERS,
     FEW,
     GEMV,
-    Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -72,17 +70,11 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *DECODE_LAYERS[layer], True, "gemv")
-            for m, layer in product(GEMV, DECODE_LAYERS)
-        ),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *DECODE_LAYERS[layer], True, "small")
-            for m, layer in product(FEW, DECODE_LAYERS)
-        ),
+        *layer_cases(OP, DECODE_LAYERS, GEMV, True, "gemv"),
+        *layer_cases(OP, DECODE_LAYERS, FEW, True, "small"),
         *fp8_cases(OP, DECODE_LAYERS, (), (*GEMV, *FEW)),
     ],
-    smoke=[*smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True), fp8_smoke(OP, 16, 96, 256)],
+    smoke=[*smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True), fp8_smoke(OP, 16, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$",
     rival=RivalsOf(MatmulAllReduceRivals, ScaledReduceRivals),
     bars={

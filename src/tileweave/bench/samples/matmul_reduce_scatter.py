@@ -3,8 +3,6 @@ rank."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -15,6 +13,7 @@ from tileweave.bench.cases import (
     Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -71,18 +70,12 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], False, "large")
-            for m, layer in product(LARGE, ROW_LAYERS)
-        ),
+        *layer_cases(OP, ROW_LAYERS, LARGE, False, "large"),
         Case(OP, "odd-m4084", 4 * 1021, 2500, 4 * 5000, False, "odd"),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small")
-            for m, layer in product(SMALL, ROW_LAYERS)
-        ),
+        *layer_cases(OP, ROW_LAYERS, SMALL, True, "small"),
         *fp8_cases(OP, ROW_LAYERS, LARGE, SMALL[:-1]),
     ],
-    smoke=[*smoke_cases(OP, (256, 64, 256), (32, 96, 128)), fp8_smoke(OP, 64, 96, 256)],
+    smoke=[*smoke_cases(OP, (256, 64, 256), (32, 96, 128)), fp8_smoke(OP, 64, 256)],
     quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd",
     rival=RivalsOf(MatmulReduceScatterRivals, ScaledScatterRivals),
     bars={
