@@ -216,10 +216,10 @@ class Soak:
             op,
             shape,
             choice.choice(dtypes),
-            choice.randrange(1 << 30),
-            choice.random() < 0.5,
-            choice.random() < 0.5,
-            choice.random() < 0.3,
+            seed=choice.randrange(1 << 30),
+            bias=choice.random() < 0.5,
+            into=choice.random() < 0.5,
+            pair=choice.random() < 0.3,
         )
 
     def _until_right(self, move: Move, fault: Fault | None) -> None:
@@ -229,7 +229,7 @@ class Soak:
             try:
                 wrong = self._make(move)
             except TileweaveError as error:
-                said = f"{type(error).__name__}: {error}"[:300]
+                said = _told_by(error)
             mine = Attempt(said, time.monotonic() - self.called_at, wrong)
             everyone = [mine] * self.member.world_size
             dist.all_gather_object(everyone, mine, group=self.control)
@@ -259,9 +259,10 @@ class Soak:
         draw = Draw(move.dtype, torch.device("cpu"), rank, size, move.seed, move.bias)
         exact = subject.draw(move.shape, draw)
         operands = exact.to(self.member.device)
-        blank = lambda: poisoned(  # noqa: E731
-            operands.out_shape, move.dtype, self.member.device
-        )
+
+        def blank() -> torch.Tensor:
+            return poisoned(operands.out_shape, move.dtype, self.member.device)
+
         results = []
         self.called_at = time.monotonic()
         for _ in range(self.repeats):
@@ -355,9 +356,7 @@ class Soak:
         self.report.checked += self._sum(sum(self.counts.values()))
         self.counts.clear()
         if self.member.rank == 0:
-            draft = self.folder / "report.draft"
-            draft.write_text(json.dumps(asdict(self.report)))
-            draft.rename(self.folder / "report.json")
+            self._write("report", self.report)
         if victim == self.member.rank:
             _shell(f"sleep 0.05; kill -KILL {os.getpid()}")
         said, began = "", time.monotonic()
@@ -365,24 +364,29 @@ class Soak:
             try:
                 self._make(move)
             except TileweaveError as error:
-                said = f"{type(error).__name__}: {error}"[:300]
+                said = _told_by(error)
         fault = Fault("kill", victim, 0.0, [said], time.monotonic() - self.called_at)
         fault.told = said.startswith("PeerTimeout") and fault.waited < _IN_TIME
-        name = self.folder / f"killed-{self.member.rank}"
-        name.with_suffix(".draft").write_text(json.dumps(asdict(fault)))
-        name.with_suffix(".draft").rename(name.with_suffix(".json"))
+        self._write(f"killed-{self.member.rank}", fault)
         tw.close()
         return self.report
+
+    def _write(self, name: str, value: Report | Fault) -> None:
+        """Write a file for the main process, as a whole: this one may be killed."""
+        draft = self.folder / f"{name}.draft"
+        draft.write_text(json.dumps(asdict(value)))
+        draft.rename(draft.with_suffix(".json"))
 
     def _draw_warm(self) -> Move:
         """A move of all ranks whose calls are fused, and whose kernels are compiled."""
         for _ in range(1000):
             move = self._draw()
-            device = self.member.device
-            subject, size = samples_of(move.op).subject, self.member.world_size
-            draw = Draw(move.dtype, device, self.member.rank, size, 0, move.bias)
+            if move.pair:
+                continue
+            me, subject = self.member, samples_of(move.op).subject
+            draw = Draw(move.dtype, me.device, me.rank, me.world_size, 0, move.bias)
             operands = subject.draw(move.shape, draw)
-            if not move.pair and subject.explain(operands, self.member.group).path == "fused":
+            if subject.explain(operands, me.group).path == "fused":
                 self._until_right(move, None)
                 return move
         raise InputError(
@@ -418,6 +422,10 @@ class Soak:
                 pages * resource.getpagesize() >> 20,
             )
         )
+
+
+def _told_by(error: TileweaveError) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def different(results: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -203,11 +203,9 @@ class Stress:
         return Graph(graph, operands, out, sets)
 
     def _workspaces(self, lane: Lane) -> list[Workspace]:
-        found = (
-            REGISTRY.find(name_of(lane.group), self.member.device)
-            if lane.group is not None
-            else None
-        )
+        if lane.group is None:
+            return []
+        found = REGISTRY.find(name_of(lane.group), self.member.device)
         return [] if found is None else [found]
 
     # --- Moves ---
@@ -349,20 +347,19 @@ class Stress:
         )
         dist.all_reduce(mine, group=self.member.group)
         calls, replays, wrong, other_bits = map(int, mine.tolist())
-        size = self.member.world_size
         return Outcome(
-            size,
-            self.seed,
-            asked,
-            moves,
-            calls,
-            replays,
-            wrong,
-            other_bits,
-            round(seconds, 1),
-            round(prepared, 1),
-            dict(self.counts),
-            {op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
+            world_size=self.member.world_size,
+            seed=self.seed,
+            asked=asked,
+            moves=moves,
+            calls=calls,
+            replays=replays,
+            wrong=wrong,
+            other_bits=other_bits,
+            seconds=round(seconds, 1),
+            prepared=round(prepared, 1),
+            counts=dict(self.counts),
+            paths={op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
         )
 
 
