@@ -15,7 +15,7 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import bulk, group_of, phases, protocol_of
-from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
+from tileweave.sim.document import checked, choice, fields_of, flag, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import View, message, view
 from tileweave.sim.operators import Mode, Operators
@@ -82,24 +82,25 @@ class Training:
         return 4.0 if self.gradients == "fp32" else 2.0
 
 
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (model_reader, REQUIRED),
-    "tp": (integer(1, 64), 8),
-    "pp": (integer(1, 1024), 1),
-    "dp": (integer(0, 65536), 0),
-    "global_batch": (integer(0, 1_000_000, "samples (0: 8 micro-batches a stage)"), 0),
-    "micro_batch": (integer(1, 1024), 1),
-    "seq": (integer(0, 1 << 24, "tokens (0: the model's own)"), 0),
-    "recompute": (choice(("none", "selective", "full")), "none"),
-    "overlap_gradients": (flag, True),
-    "virtual_pipeline": (integer(1, 64, "parts of the model on each stage"), 1),
-    "context_parallel": (integer(1, 64, "ranks"), 1),
-    "schedule": (choice(("1f1b", "zero_bubble")), "1f1b"),
-    "gradients": (choice(("fp32", "bf16")), "fp32"),
-    "sharding": (choice(SHARDINGS), "optimizer"),
-    "attention": (choice(("fused", "unfused")), "fused"),
-    "sequence_parallel": (flag, True),
-}
+FIELDS = fields_of(
+    Training,
+    model=model_reader,
+    tp=integer(1, 64),
+    pp=integer(1, 1024),
+    dp=integer(0, 65536),
+    global_batch=integer(0, 1_000_000, "samples (0: 8 micro-batches a stage)"),
+    micro_batch=integer(1, 1024),
+    seq=integer(0, 1 << 24, "tokens (0: the model's own)"),
+    recompute=choice(("none", "selective", "full")),
+    overlap_gradients=flag,
+    virtual_pipeline=integer(1, 64, "parts of the model on each stage"),
+    context_parallel=integer(1, 64, "ranks"),
+    schedule=choice(("1f1b", "zero_bubble")),
+    gradients=choice(("fp32", "bf16")),
+    sharding=choice(SHARDINGS),
+    attention=choice(("fused", "unfused")),
+    sequence_parallel=flag,
+)
 
 
 def by_name(model: str, **fields: Any) -> Training:
