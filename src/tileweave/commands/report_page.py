@@ -294,7 +294,7 @@ def _traces(traces: list[Trace]) -> Iterator[str]:
 def _lanes(trace: Trace) -> list[tuple[int, int]]:
     lanes = []
     for rank in range(trace.world_size):
-        programs = sorted({event.program for event in trace.events if event.rank == rank})
+        programs = sorted({event.program for event in trace.of_rank(rank)})
         driver = [program for program in programs if program < 0]  # kernels, then copies
         computing = [program for program in programs if program >= 0]
         step = max(1, math.ceil(len(computing) / _PROGRAMS))

@@ -92,7 +92,7 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     """(rank, program) of each row from top to bottom; only a few programs of each rank."""
     lanes = []
     for rank in range(trace.world_size):
-        programs = sorted({event.program for event in trace.events if event.rank == rank})
+        programs = sorted({event.program for event in trace.of_rank(rank)})
         computing = [program for program in programs if program > COPY_ENGINE]
         if len(computing) > _MOST_ROWS:
             step = (len(computing) - 1) / (_MOST_ROWS - 1)
