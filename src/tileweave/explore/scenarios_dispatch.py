@@ -11,20 +11,13 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, placed, whole_numbers, wrap
+from tileweave.explore.scenarios import POOL, Drawn, OneInstance, placed, whole_numbers
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
-from tileweave.transport.protocol import EPOCH
-
-
-def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-    instance = world.workspace(rank).instance(op, "sm")
-    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-    yield "programs that left", int(instance.control[1]), 0
 
 
 @dataclass(frozen=True)
-class Routing:
+class Routing(OneInstance):
     """Routing plans from ids.
 
     tokens : of rank 0, used in turn; rank r has r fewer.
@@ -40,9 +33,6 @@ class Routing:
     op: str = "dispatch_grouped_matmul.routing"
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -66,12 +56,9 @@ class Routing:
             sent = int(want.send_offsets[peer, -1])
             yield f"send order to {peer}", got.send_order[peer, :sent], want.send_order[peer, :sent]
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from _ends(world, rank, self.op, drawn)
-
 
 @dataclass(frozen=True)
-class Dispatch:
+class Dispatch(OneInstance):
     """dispatch_grouped_matmul with given plans. ``tokens`` as above; ``sizes``: (cols, depth).
     ``one_way``: a rank sends to the next one alone, and rank 0 receives nothing."""
 
@@ -88,9 +75,6 @@ class Dispatch:
     @property
     def resident(self) -> int:
         return self.config.num_producers
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -125,9 +109,6 @@ class Dispatch:
             if source != rank:
                 sent = whole_numbers((most, self.sizes[1]), "x", source, seed)[token]
                 yield f"token of row {row}", kept[(rank - source) % world.size - 1, token], sent
-
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from _ends(world, rank, self.op, drawn)
 
 
 @dataclass(frozen=True)
