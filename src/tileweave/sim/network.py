@@ -225,6 +225,12 @@ def message(seen: View, nbytes: float, source: int, target: int, inside_latency:
     return Flow(nbytes, seen.loads(hops), cluster.network.latency)
 
 
+def alone(seen: View, flow: Flow) -> float:
+    """Seconds of a flow on idle links."""
+    rate = max((load / seen.capacities[link] for link, load in flow.loads.items()), default=0.0)
+    return flow.latency + flow.nbytes * rate
+
+
 def _place(cluster: Cluster, node: int) -> list[int]:
     """The coordinates of a node of a torus; consecutive nodes are neighbours along the last
     side."""

@@ -39,6 +39,7 @@ from tileweave.sim.document import (
 )
 from tileweave.sim.machine import Cluster, Device, cluster_reader, device_reader
 from tileweave.sim.operators import Operators
+from tileweave.sim.trust import factors_off
 from tileweave.sim.workload import (
     Scenario,
     operators_for,
@@ -316,11 +317,9 @@ def summarise(judged: Sequence[Judged]) -> list[Errors]:
 
 
 def _errors(group: str, what: str, members: Sequence[Judged]) -> Errors:
-    logs = [abs(math.log(1.0 + one.error)) for one in members]
-    worst = max(range(len(members)), key=lambda i: logs[i])
-    mean = math.exp(sum(logs) / len(logs)) - 1.0
-    name = members[worst].figure.name
-    return Errors(group, what, len(members), mean, math.exp(logs[worst]) - 1.0, name)
+    worst = max(members, key=lambda one: abs(math.log(1.0 + one.error)))
+    off = factors_off(one.error for one in members)
+    return Errors(group, what, len(members), *off, worst.figure.name)
 
 
 # --- Reading ---

@@ -17,7 +17,7 @@ from tileweave.errors import require
 from tileweave.sim.collectives import bulk, group_of, phases, protocol_of
 from tileweave.sim.document import checked, choice, fields_of, flag, integer
 from tileweave.sim.machine import Cluster
-from tileweave.sim.network import View, message, view
+from tileweave.sim.network import View, alone, message, view
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.schedules import Work, one_f_one_b, zero_bubble
 from tileweave.sim.step import Part, Step, Timeline, between, on_links
@@ -474,12 +474,12 @@ class _Builder:
 
         # Only messages of the first and the last micro-batch share links with collectives of data
         # parallel ranks, and on a torus messages with each other.
-        alone = (
+        idle = (
             0 < micro < self.plan.micro_batches - 1
             and self.cluster.network.topology != "torus"
             and self.t.sharding in ("none", "optimizer")
         )
-        seconds = self._alone(*ends) if alone else 0.0
+        seconds = self._alone(*ends) if idle else 0.0
         part = Part(f"send {what}", "pipeline", seconds, 0.0, "send", self.message, 2, "pp")
         self.sent[what, place, micro] = self.step.add(
             stage,
@@ -488,7 +488,7 @@ class _Builder:
             [part],
             [after],
             "comm",
-            None if alone else make,
+            None if idle else make,
             other,
         )
 
@@ -496,11 +496,7 @@ class _Builder:
         """Seconds of a message on idle links."""
         if (first, other) not in self.messages:
             flow = message(self.seen, self.message, first, other, self.protocol.latency)
-            rate = max(
-                (load / self.seen.capacities[link] for link, load in flow.loads.items()),
-                default=0.0,
-            )
-            self.messages[first, other] = flow.latency + flow.nbytes * rate
+            self.messages[first, other] = alone(self.seen, flow)
         return self.messages[first, other]
 
     def _update(self, stage: int) -> None:
