@@ -236,15 +236,16 @@ class AllGatherMatmul(MatmulInstance):
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
-        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        shape = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         whole, w, want = gather_operands(drawn.payload, shape, world.size, rank, seed)
-        bias = added(want, number + drawn.order, rank)
+        bias = added(want, turn, rank)
         want = want if bias is None else want + bias
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         gathered = unwritten(whole) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
-        x = placed(whole[rank * shape[0] : (rank + 1) * shape[0]], number + drawn.order)
+        x = placed(whole[rank * shape[0] : (rank + 1) * shape[0]], turn)
         run_fused(
             x,
             laid(w, number + drawn.order // 2),
@@ -283,8 +284,9 @@ class ConcurrentGather(MatmulInstance):
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.concurrent_gather import begin_gather
 
-        rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        rows, depth = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         whole = operand(drawn.payload, (world.size * rows, depth), "x", seed)
         world.transports[rank].captured = self.captured and number > 0
         x = whole[rank * rows : (rank + 1) * rows].clone()
@@ -348,23 +350,24 @@ class MatmulReduce(MatmulInstance):
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul import matmul_all_reduce_fused, matmul_reduce_scatter_fused
 
-        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        turn = number + drawn.order
+        rows, cols, depth = self.shapes[turn % len(self.shapes)]
         owners = world.size if self.op == "matmul_reduce_scatter" else 1
         shape = (rows // owners * owners, cols, depth)
-        seed = (number + drawn.order) % POOL
+        seed = turn % POOL
         x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
-        bias = added(want, number + drawn.order, 0)
+        bias = added(want, turn, 0)
         residual = None
         if bias is not None and self.op == "matmul_all_reduce" and seed % 2:
             residual = whole_numbers(tuple(want.shape), "residual", seed).to(want.dtype)
-            residual = placed(residual, number + drawn.order + 1)
+            residual = placed(residual, turn + 1)
         for more in (bias, residual):
             want = want if more is None else want + more
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         world.transports[rank].captured = self.captured and number > 0
-        x = placed(x, number + drawn.order)
+        x = placed(x, turn)
         group, plan = world.ranks[rank].group, Plan("fused", "explored", self.config)
         w = laid(w, number + drawn.order // 2)
         if self.op == "matmul_all_reduce":
@@ -424,18 +427,19 @@ class OneShot(OneInstance):
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
 
-        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        shape = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
         gain = whole_numbers(shape[1:2], "gain") if self.norm else None
-        bias = added(total, number + drawn.order, 0)
+        bias = added(total, turn, 0)
         want = total if residual is None else total + residual
         want = want if bias is None else want + bias
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         kept = unwritten(want) if self.norm else None
         plan = Plan("fused", "explored", self.config)
-        x = placed(x, number + drawn.order)
+        x = placed(x, turn)
         run_fused(x, w, bias, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan)
         if kept is None or gain is None:
             yield "out", out, want

@@ -39,8 +39,9 @@ class Routing(OneInstance):
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.experts.route_tokens import run_routing
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        ids = _ids(most, self.topk, self.experts, world.size, turn % POOL)
         want = reference_plan(ids, rank, self.experts * world.size)
         mine = ids[rank, : max(most - rank, 0)].clone()
         if drawn.order % 2:  # nor is an id an expert's that 32 bits cannot hold
@@ -82,8 +83,9 @@ class Dispatch(OneInstance):
         from tileweave.kernels.experts.rows import gather_rows
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        seed = turn % POOL
         drawn_for = (self.sizes, world.size, rank, seed)
         x, experts, plan, want = operands(
             most, self.topk, self.experts, *drawn_for, one_way=self.one_way
@@ -96,7 +98,7 @@ class Dispatch(OneInstance):
         world.know(rank, "plan", plan.table)
         y = unwritten(torch.empty(plan.bound, self.sizes[0]))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        x, count = placed(x, number + drawn.order), len(want)
+        x, count = placed(x, turn), len(want)
         peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
         yield "y", y[:count], want
         yield "y with the rows that do not exist", y, y
@@ -122,8 +124,9 @@ class ScaledDispatch(Dispatch):
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
         from tileweave.ops.experts.scaled import FP8, packed
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        seed = turn % POOL
         x, experts, plan, plain = operands(
             most, self.topk, self.experts, self.sizes, world.size, rank, seed
         )

@@ -47,8 +47,9 @@ class EmbeddingBag(OneInstance):
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
         from tileweave.ops.embedding.call import Call
 
-        batch = self.batches[(number + drawn.order) % len(self.batches)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        batch = self.batches[turn % len(self.batches)]
+        seed = turn % POOL
         weights, mean = None, self.ragged and seed % 2 == 1
         if self.ragged:
             *operands, want = draw_ragged(batch, self.tables, world.size, rank, seed)
