@@ -579,11 +579,12 @@ def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
         if holds_cells(path)
     ]
     found = [path for path in cells if not os.path.isdir(path)] + folders
-    if not found:
-        raise InputError(
-            "asked: measured cells; allowed: results files; "
-            "remedy: pass --cells FILE, or leave it out"
-        )
+    require(
+        bool(found),
+        f"--cells {', '.join(map(str, cells))}, without results",
+        "results files, and folders that have some",
+        "pass --cells FILE, or leave it out",
+    )
     return read_cells(found)
 
 
