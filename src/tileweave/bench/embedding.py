@@ -103,10 +103,8 @@ class EmbeddingRivals:
         first: dict[int, int] = {}
         for dim in sorted({s.dim for s in self.shards}):
             rows = sum(specs[s.table].rows for s in self.shards if s.dim == dim)
-            self.whole[dim], first[dim] = (
-                random_bits((rows, dim), self.dtype, self.device, 100 + self.rank),
-                0,
-            )
+            self.whole[dim] = random_bits((rows, dim), self.dtype, self.device, 100 + self.rank)
+            first[dim] = 0
         self.first: list[int] = []
         for shard in self.shards:
             begin = first[shard.dim]

@@ -240,11 +240,9 @@ class Stress:
         """One call, the same on all ranks of its group; other ranks only draw random numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
-        which, data, replayed = (
-            choice.random(),
-            choice.randrange(_DATA),
-            choice.random() < _REPLAYED,
-        )
+        which = choice.random()
+        data = choice.randrange(_DATA)
+        replayed = choice.random() < _REPLAYED
         into = choice.random() < 0.7
         if lane.group is None:
             return

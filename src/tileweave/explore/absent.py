@@ -152,10 +152,8 @@ class Clock:
                 self.give_up(task)
 
     def is_overdue(self, started, limit):
-        due, me = (
-            (interpreted._value(started) + interpreted._value(limit)) // 1000,
-            self.tasks.running(),
-        )
+        due = (interpreted._value(started) + interpreted._value(limit)) // 1000
+        me = self.tasks.running()
         if due > self.now:
             self.polls[me] = due
         else:

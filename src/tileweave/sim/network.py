@@ -157,10 +157,8 @@ def view(cluster: Cluster, inside_fraction: float) -> View:
             capacities[f"pair{distance}"] = device.link_rate * inside_fraction / peers
             density[f"pair{distance}"] = 1.0
     elif device.inside == "bridge":
-        capacities["bridge"], density["bridge"] = (
-            device.bridge_rate * inside_fraction,
-            1.0 / per_node,
-        )
+        capacities["bridge"] = device.bridge_rate * inside_fraction
+        density["bridge"] = 1.0 / per_node
     if cluster.nodes > 1:
         _add_network(cluster, capacities, density)
     return View(cluster, capacities, density)

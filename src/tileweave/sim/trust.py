@@ -183,10 +183,8 @@ def _pooled(ops: Operators, pooling: int) -> OpTime:
 
 def _overlaps(ops: Operators, m: int) -> Iterable[float]:
     """E_overlap of both matmuls of a GPT-3 MLP on eight ranks."""
-    gather, scatter = (
-        ops.all_gather_matmul(8, m, 6144, 12288),
-        ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144),
-    )
+    gather = ops.all_gather_matmul(8, m, 6144, 12288)
+    scatter = ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144)
     yield _overlap(gather, ops.fused_all_gather_matmul(8, m, 6144, 12288))
     yield _overlap(scatter, ops.fused_matmul_scatter("reduce_scatter", 8, m, 12288, 6144))
 

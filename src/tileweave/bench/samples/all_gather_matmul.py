@@ -34,11 +34,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     """
     scale = 1 if on_gpu else 32
     prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
-    hidden, qkv, gate_up = (
-        4096 // scale,
-        6144 // scale // world_size,
-        2 * 14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    qkv = 6144 // scale // world_size
+    gate_up = 2 * 14336 // scale // world_size
     odd_rows, odd_cols, odd_depth = (1021, 1000, 1240) if on_gpu else (67, 50, 100)
     half = torch.bfloat16 if on_gpu else torch.float16
     first = torch.float16 if on_gpu else torch.float32

@@ -31,11 +31,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     With the residual and the norm that follow in serving.
     """
     scale = 1 if on_gpu else 32
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    attention = 4096 // scale // world_size
+    mlp = 14336 // scale // world_size
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
     many = 256 if on_gpu else 64

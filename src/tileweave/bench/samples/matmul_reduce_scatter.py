@@ -34,11 +34,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     """
     scale = 1 if on_gpu else 32
     prefill, chunk = (2048, 128) if on_gpu else (32, 16)
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    attention = 4096 // scale // world_size
+    mlp = 14336 // scale // world_size
     odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
