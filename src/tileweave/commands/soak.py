@@ -445,13 +445,11 @@ def _pool(wish: Wish, on_gpu: bool) -> list[tuple[str, Shape]]:
     for number in range(wish.shapes):
         op = ops[number % len(ops)]
         embedding = op.startswith("embedding")
-        rows, cols, depth = (
-            ((300, 6, 160) if embedding else (700, 1024, 1024))
-            if on_gpu
-            else ((6, 3, 12) if embedding else (40, 48, 64))
-        )
-        size = lambda most: max(1, round(most ** draw.random()))  # noqa: E731
-        found.append((op, Shape(size(rows), size(cols), size(depth))))
+        if on_gpu:
+            largest = (300, 6, 160) if embedding else (700, 1024, 1024)
+        else:
+            largest = (6, 3, 12) if embedding else (40, 48, 64)
+        found.append((op, Shape(*(max(1, round(most ** draw.random())) for most in largest))))
     return found
 
 

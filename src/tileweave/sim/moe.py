@@ -20,7 +20,6 @@ from tileweave.planning.costs import Costs
 from tileweave.sim import token_exchange
 from tileweave.sim.collectives import group_of
 from tileweave.sim.document import (
-    REQUIRED,
     Record,
     checked,
     choice,
@@ -129,14 +128,7 @@ class Experts:
 
 _SIZE = integer(1, 10_000_000)
 _LATENT = Record(
-    {
-        "queries": (_SIZE, REQUIRED),
-        "keys": (_SIZE, REQUIRED),
-        "rotary": (_SIZE, REQUIRED),
-        "plain": (_SIZE, REQUIRED),
-        "values": (_SIZE, REQUIRED),
-    },
-    Latent,
+    fields_of(Latent, queries=_SIZE, keys=_SIZE, rotary=_SIZE, plain=_SIZE, values=_SIZE), Latent
 )
 _SHAPE = fields_of(
     Experts,
