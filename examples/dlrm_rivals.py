@@ -22,12 +22,10 @@ from tileweave.ops.embedding.table_gradient import (
 )
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
 
-LOOKUP, TO_SAMPLES, TO_TABLES, SUMS = (
-    "lookup",
-    "to samples' owners",
-    "to tables' owners",
-    "sums, step of tables",
-)
+LOOKUP = "lookup"
+TO_SAMPLES = "to samples' owners"
+TO_TABLES = "to tables' owners"
+SUMS = "sums, step of tables"
 BOTH, BOTH_BACK = f"{LOOKUP}, {TO_SAMPLES}", f"{TO_TABLES}, {SUMS}"
 Phase = Callable[[str], object]
 

@@ -37,7 +37,7 @@ from tileweave.bench.run import forget_case
 from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
-from tileweave.nn import MoE, SoftmaxTopK
+from tileweave.nn import MoE, SigmoidTopK, SoftmaxTopK
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import reference_plan
@@ -66,23 +66,6 @@ STYLES = {
     "qwen3": Style(32, 16, 8, 3),
     "deepseek": Style(32, 16, 8, 3, shared=16, sigmoid=True),
 }
-
-
-class SigmoidTopK(nn.Module):
-    """The router of DeepSeek-V3 without groups: a bias corrects which experts are chosen, but not
-    their weights."""
-
-    def __init__(self, s: Style, scale: float = 2.5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(s.experts, s.hidden))
-        self.register_buffer("e_score_correction_bias", torch.zeros(s.experts))
-        self.topk, self.scale = s.topk, scale
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = linear(x, self.weight).float().sigmoid()
-        ids = (scores + self.e_score_correction_bias).topk(self.topk, -1).indices
-        weights = scores.gather(1, ids)
-        return weights / weights.sum(-1, keepdim=True) * self.scale, ids
 
 
 class WholeMoE(nn.Module):
@@ -118,7 +101,9 @@ class WholeMoE(nn.Module):
 
 
 def router(s: Style) -> nn.Module:
-    return SigmoidTopK(s) if s.sigmoid else SoftmaxTopK(s.hidden, s.experts, s.topk)
+    if s.sigmoid:  # of DeepSeek-V3, without groups
+        return SigmoidTopK(s.hidden, s.experts, s.topk, scale=2.5)
+    return SoftmaxTopK(s.hidden, s.experts, s.topk)
 
 
 def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[float, float]]:

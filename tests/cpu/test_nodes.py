@@ -20,7 +20,7 @@ from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE
+from tileweave.bench.subjects import TOLERANCE, Draw
 from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.planning.problem import MatmulConfig
@@ -93,9 +93,8 @@ def each_operator(me: Member, ops: Iterable[str] = tw.OPERATORS, shapes: int = 2
     for op in ops:
         samples = samples_of(op)
         for seed, shape in enumerate(samples.check_on_cpu.shapes[:shapes]):
-            operands = samples.subject.draw(
-                shape, torch.float32, me.device, me.rank, me.world_size, seed, False
-            )
+            draw = Draw(torch.float32, me.device, me.rank, me.world_size, seed)
+            operands = samples.subject.draw(shape, draw)
             if op == "grouped_matmul_combine":  # its plan says in which group
                 plan = replace(operands.plan, group_name=name_of(group))
                 operands = replace(operands, plan=plan)

@@ -13,7 +13,7 @@ from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE
+from tileweave.bench.subjects import TOLERANCE, Draw
 from tileweave.ops.core.registry import name_of
 from tileweave.transport.cpu import CpuTransport
 
@@ -24,9 +24,8 @@ def captured(me: Member) -> dict[str, tuple[str, str]]:
     for op in ACROSS:
         samples = samples_of(op)
         shape = samples.check_on_cpu.shapes[:2][-1]
-        operands = samples.subject.draw(
-            shape, torch.float32, me.device, me.rank, me.world_size, 0, False
-        )
+        draw = Draw(torch.float32, me.device, me.rank, me.world_size, 0)
+        operands = samples.subject.draw(shape, draw)
         if op == "grouped_matmul_combine":
             plan = replace(operands.plan, group_name=name_of(group))
             operands = replace(operands, plan=plan)

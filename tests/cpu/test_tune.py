@@ -23,7 +23,7 @@ pytest.importorskip("typer")
 runner = pytest.importorskip("typer.testing").CliRunner()
 
 from tileweave.bench.samples import samples_of  # noqa: E402
-from tileweave.bench.subjects import Shape  # noqa: E402
+from tileweave.bench.subjects import Draw, Shape  # noqa: E402
 from tileweave.commands.app import app  # noqa: E402
 from tileweave.ops.core.registry import name_of  # noqa: E402
 from tileweave.ops.core.tuned_choices import key_of  # noqa: E402
@@ -168,7 +168,6 @@ def test_problem_of_a_call_is_the_one_that_is_planned(op: str) -> None:
     problem = problem_of_call(op, *call, 2, torch.float16, how)
     assert problem == Problem(2, rows, cols, depth, 2, "float16")
     assert problem_of(case_of(op, problem), 2) == problem
-    operands = samples_of(op).subject.draw(
-        Shape(rows, cols, depth), torch.float32, torch.device("cpu"), 0, 2, 1, False
-    )
+    draw = Draw(torch.float32, torch.device("cpu"), 0, 2, 1)
+    operands = samples_of(op).subject.draw(Shape(rows, cols, depth), draw)
     assert (operands.x.shape[0], operands.w.shape[0], operands.x.shape[1]) == call

@@ -6,8 +6,8 @@ import pytest
 
 from tileweave.bench.cases import Case
 from tileweave.bench.samples import samples_of
-from tileweave.commands.app import STAMPS
 from tileweave.commands.demo import trace_one
+from tileweave.commands.options import STAMPS
 from tileweave.launcher import launch
 
 pytestmark = pytest.mark.multi

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from tileweave.bench import embedding_run, experts
+from tileweave.bench import embedding, experts
 from tileweave.profile import plot
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -61,7 +61,7 @@ def on_the_cpu(op: str, *cases: dict[str, Any]) -> dict[str, Any]:
 SMOKE = {
     "matmul_all_reduce": (plot.plot_bench, {"times": timed(tileweave=10921.3, gemm=1.9)}),
     "embedding_bag_all_to_all": (
-        embedding_run.plot,
+        embedding.plot,
         {
             "floor_read_us": 1e-3,
             "floor_sent_us": 2e-3,
@@ -90,7 +90,7 @@ def test_interpreted_times_are_labelled(op: str, monkeypatch: pytest.MonkeyPatch
 
 MEASURED = {
     "all_gather_matmul-4xH200-2026-11-22-b.json": plot.plot_bench,
-    "embedding_bag_all_to_all-4xH200-2026-11-22.json": embedding_run.plot,
+    "embedding_bag_all_to_all-4xH200-2026-11-22.json": embedding.plot,
     "grouped_matmul_combine-4xH200-2026-11-22-b.json": experts.plot,
 }
 

@@ -234,10 +234,8 @@ def verify_near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: 
     assert got is not None and got.shape == want.shape, (
         f"{what}: {None if got is None else tuple(got.shape)}"
     )
-    off, limit = (
-        float((got.double().cpu() - want).norm()),
-        {"float32": 1e-5, "float16": 4e-3}.get(case.dtype, 2e-2),
-    )
+    off = float((got.double().cpu() - want).norm())
+    limit = {"float32": 1e-5, "float16": 4e-3}.get(case.dtype, 2e-2)
     assert off <= limit * float(want.norm()) + 1e-9, f"{what}: off by {off} of {float(want.norm())}"
 
 

@@ -119,10 +119,8 @@ def pooled(bags: Bags, case: Case, tables: list[torch.Tensor] | None = None) -> 
     for number, table in enumerate(tables):
         rows = []
         for sample in range(case.batch):
-            begin, end = (
-                offsets[number * case.batch + sample],
-                offsets[number * case.batch + sample + 1],
-            )
+            begin = offsets[number * case.batch + sample]
+            end = offsets[number * case.batch + sample + 1]
             total = table.new_zeros(table.shape[1])
             for at in range(begin, end):
                 if 0 <= indices[at] < table.shape[0]:

@@ -26,11 +26,9 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> list[torc
     """fp64 gradients of the tables of this rank, for the loss sum over ranks of (y * c).sum()."""
     bags = draw(case, rank, torch.device("cpu"), seed)
     tables = [t.double().requires_grad_() for t in bags.tables]
-    mine, layout, loss = (
-        pooled(bags, case, tables),
-        case.layout(size),
-        torch.zeros((), dtype=torch.float64),
-    )
+    mine = pooled(bags, case, tables)
+    layout = case.layout(size)
+    loss = torch.zeros((), dtype=torch.float64)
     for owner in range(size):
         begin, end = rows_of(case.batch, size, owner)
         c, at = coefficients(case, owner, size, torch.device("cpu")).double(), 0
@@ -116,10 +114,8 @@ def by_copy_engines(me: Member, check: Callable[..., None], *arguments: object) 
 
 def weight_gradient(case: Case, me: Member, seed: int) -> torch.Tensor:
     bags = draw(case, me.rank, torch.device("cpu"), seed)
-    want, layout = (
-        torch.zeros(bags.indices.numel(), dtype=torch.float64),
-        case.layout(me.world_size),
-    )
+    want = torch.zeros(bags.indices.numel(), dtype=torch.float64)
+    layout = case.layout(me.world_size)
     offsets = bags.offsets.tolist()
     for owner in range(me.world_size):
         begin, end = rows_of(case.batch, me.world_size, owner)

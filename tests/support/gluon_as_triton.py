@@ -140,11 +140,9 @@ def load_tasks(folder: str) -> Any:
 _SUMS: dict[str, int] = {}  # of the cases that run
 _FOLDER = TemporaryDirectory()
 _tasks = load_tasks(_FOLDER.name)
-clear_other_counts, push_weights, list_rows = (
-    _tasks.clear_other_counts,
-    _tasks.push_weights,
-    _tasks.list_rows,
-)
+clear_other_counts = _tasks.clear_other_counts
+push_weights = _tasks.push_weights
+list_rows = _tasks.list_rows
 serve_tickets, COUNTER_WORDS = _tasks.serve_tickets, _tasks.COUNTER_WORDS
 Cut, Current = _tasks.Cut, _tasks.Current
 

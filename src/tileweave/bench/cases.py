@@ -97,22 +97,29 @@ GEMV = (1, 2, 4, 8, 16)
 FEW = (32, 64, 128, 256, 512)
 
 
-def exchange_cases(op: str, layers: dict[str, tuple[int, int]]) -> list[Case]:
+Layers = dict[str, tuple[int, int]]
+
+
+def layer_cases(
+    op: str, layers: Layers, rows: tuple[int, ...], graph: bool, block: Block
+) -> list[Case]:
+    """Each of ``layers`` with each number of rows."""
+    return [
+        Case(op, f"{layer}-m{m}", m, *layers[layer], graph, block)
+        for m, layer in product(rows, layers)
+    ]
+
+
+def exchange_cases(op: str, layers: Layers) -> list[Case]:
     """``layers`` with sequences of several lengths."""
     return [
-        *(
-            Case(op, f"{layer}-m{m}", m, *layers[layer], False, "large")
-            for m, layer in product(SEQUENCES, layers)
-        ),
-        *(
-            Case(op, f"{layer}-m{m}", m, *layers[layer], True, "small")
-            for m, layer in product(SHORT_SEQUENCES, layers)
-        ),
+        *layer_cases(op, layers, SEQUENCES, False, "large"),
+        *layer_cases(op, layers, SHORT_SEQUENCES, True, "small"),
     ]
 
 
 def fp8_cases(
-    op: str, layers: dict[str, tuple[int, int]], large: tuple[int, ...], small: tuple[int, ...]
+    op: str, layers: Layers, large: tuple[int, ...], small: tuple[int, ...]
 ) -> list[Case]:
     """``layers`` with FP8 operands and scales of rows; the most rows also with blocks."""
 

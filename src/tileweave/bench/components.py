@@ -48,7 +48,7 @@ from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul import matmul_all_to_all_fused, matmul_reduce_scatter_fused
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.profile.timing import measure
+from tileweave.profile.timing import Timing, measure
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
 _COPIES_BYTES = 160 << 20  # operands rotate through this many bytes, more than any L2 holds
@@ -84,10 +84,8 @@ class _Maker:
 
     def operator(self, op: str, m: int, n: int, k: int, fused: bool) -> Callable[[], object]:
         """The public operator, or its reference."""
-        x, weights = (
-            self.random(m // self.size if op == "all_gather_matmul" else m, k),
-            self.copies(lambda: self.random(n, k)),
-        )
+        x = self.random(m // self.size if op == "all_gather_matmul" else m, k)
+        weights = self.copies(lambda: self.random(n, k))
         group = self.member.group
         if fused:
             call = getattr(tw, op)
@@ -149,11 +147,8 @@ class _Maker:
         return cycle([first, *(make() for _ in range(count - 1))])
 
     def matmul(self, m: int, n: int, k: int) -> Callable[[], object]:
-        x, weights, out = (
-            self.random(m, k),
-            self.copies(lambda: self.random(n, k)),
-            torch.empty(m, n, device=self.device, dtype=self.dtype),
-        )
+        x, weights = self.random(m, k), self.copies(lambda: self.random(n, k))
+        out = torch.empty(m, n, device=self.device, dtype=self.dtype)
         return lambda: torch.mm(x, next(weights).t(), out=out)
 
     def collective(self, op: str, nbytes: int) -> Callable[[], object]:
@@ -254,45 +249,43 @@ def run(
     """
     found, maker, began = [], _Maker(member), time.monotonic()
     listed = components(member.world_size, groups) if groups else smoke(member.world_size)
-    eager = [one for one in listed if not one.graph]
+    of_eager = sum(not one.graph for one in listed) / len(listed)  # their share of the time
     with Steps(
         f"components, world {member.world_size}", len(listed), show=member.rank == 0
     ) as steps:
-        for part, share in (
-            (eager, len(eager) / len(listed)),
-            ([one for one in listed if one.graph], 1.0),
-        ):
-            for one in part:
-                name = f"{one.op} {one.quantity} {'x'.join(map(str, one.shape))}"
-                steps.now(name)
-                if worst(time.monotonic() - began, member.device, member.group) > share * seconds:
-                    steps.done("no time left")
-                    continue
-                functions = {name: maker.function(one)}
-                timing = measure(
-                    functions, member.group, member.device, repeats=repeats, graph=one.graph
-                )[name]
-                steps.done(f"{timing.median_us:.1f} us")
-                if timing.median_us > 0.0:
-                    itemsize = one.shape[4] if one.op.startswith("embedding") else 2
-                    ranks = 1 if one.op == "matmul" else member.world_size
-                    found.append(
-                        {
-                            "op": one.op,
-                            "quantity": one.quantity,
-                            "shape": list(one.shape),
-                            "us": round(timing.median_us, 2),
-                            "graph": timing.graph,
-                            "itemsize": itemsize,
-                            "world_size": ranks,
-                            **({"config": asdict(one.config)} if one.config else {}),
-                        }
-                    )
-                del functions
-                if member.on_gpu:
-                    torch.cuda.empty_cache()
+        for one in sorted(listed, key=lambda one: one.graph):
+            steps.now(f"{one.op} {one.quantity} {'x'.join(map(str, one.shape))}")
+            until = seconds if one.graph else of_eager * seconds
+            if worst(time.monotonic() - began, member.device, member.group) > until:
+                steps.done("no time left")
+                continue
+            timing = _time(one, maker, repeats)
+            steps.done(f"{timing.median_us:.1f} us")
+            if timing.median_us > 0.0:
+                found.append(_record(one, timing, member.world_size))
+            if member.on_gpu:
+                torch.cuda.empty_cache()
     tw.close()
     return found
+
+
+def _time(one: Component, maker: _Maker, repeats: int) -> Timing:
+    member, functions = maker.member, {one.op: maker.function(one)}
+    found = measure(functions, member.group, member.device, repeats=repeats, graph=one.graph)
+    return found[one.op]
+
+
+def _record(one: Component, timing: Timing, world_size: int) -> dict[str, Any]:
+    return {
+        "op": one.op,
+        "quantity": one.quantity,
+        "shape": list(one.shape),
+        "us": round(timing.median_us, 2),
+        "graph": timing.graph,
+        "itemsize": one.shape[4] if one.op.startswith("embedding") else 2,
+        "world_size": 1 if one.op == "matmul" else world_size,
+        **({"config": asdict(one.config)} if one.config else {}),
+    }
 
 
 def main() -> None:
@@ -324,11 +317,9 @@ def main() -> None:
     most = default_world_size(kind, None)
     worlds = [most] if under_torchrun() else [size for size in (2, 4) if size <= most]
     found: list[dict[str, Any]] = []
+    wanted = () if asked.smoke or kind == "cpu" else groups
+    seconds = asked.seconds / len(worlds)
     for size in worlds:
-        wanted, seconds = (
-            () if asked.smoke or kind == "cpu" else groups,
-            asked.seconds / len(worlds),
-        )
         one = launch(
             run,
             wanted,

@@ -41,7 +41,7 @@ class Steps:
     """
 
     def __init__(self, title: str, total: int, show: bool) -> None:
-        self.total, self._finished, self._name, self._detail = total, 0, "", ""
+        self.total, self._finished, self._name = total, 0, ""
         self._console = console() if show else None
         self._started = self._said = time.monotonic()
         self._bar: Progress | None = None

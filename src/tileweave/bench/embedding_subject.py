@@ -22,7 +22,7 @@ from tileweave.planning.sharding import EmbeddingLayout, rows_of
 from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:
-    from tileweave.bench.subjects import Shape
+    from tileweave.bench.subjects import Draw, Shape
 
 _ROWS = 97
 
@@ -60,31 +60,23 @@ class EmbeddingOperands:
 class EmbeddingBagAllToAll:
     op = "embedding_bag_all_to_all"
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> EmbeddingOperands:
-        lengths = torch.arange(shape.cols * shape.rows * size, device=device) * 7 % 5
+    def draw(self, shape: Shape, draw: Draw) -> EmbeddingOperands:
+        device = draw.device
+        lengths = torch.arange(shape.cols * shape.rows * draw.size, device=device) * 7 % 5
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         total = int(offsets[-1])
         everyone = []
-        for source in range(size):
-            generator = torch.Generator(device).manual_seed(1_000_003 * seed + source)
+        for source in draw.ranks:
+            generator = torch.Generator(device).manual_seed(1_000_003 * draw.seed + source)
             tables = torch.randn(
                 shape.cols, _ROWS, shape.depth, generator=generator, device=device
-            ).to(dtype)
+            ).to(draw.dtype)
             indices = torch.randint(0, _ROWS, (total,), generator=generator, device=device)
-            weights = torch.randn(total, generator=generator, device=device) if bias else None
+            weights = torch.randn(total, generator=generator, device=device) if draw.bias else None
             everyone.append((tables, indices, weights))
-        x, w, b = everyone[rank]
-        return EmbeddingOperands(x.clone(), w.clone(), b, offsets, everyone, rank)
+        x, w, b = everyone[draw.rank]
+        return EmbeddingOperands(x.clone(), w.clone(), b, offsets, everyone, draw.rank)
 
     def call(
         self,

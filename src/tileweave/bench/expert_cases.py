@@ -56,6 +56,7 @@ class ExpertCase:
 
 
 def cases(op: str, bars: tuple[float, float, float]) -> list[ExpertCase]:
+    """Layers of all models; ``bars``: the least speedup in prefill of each of :data:`MODELS`."""
     prefill = [
         ("qwen3-235b", 4096, bars[0]),
         ("deepseek-v3", 1024, bars[1]),

@@ -43,15 +43,11 @@ class Gathered:
         self.case, self.group = case, group
         tokens = dist.get_world_size(group) * case.tokens
         if case.op == COMBINE:
-            self.partial, self.out = (
-                x.new_empty(tokens, case.cols),
-                x.new_empty(case.tokens, case.cols),
-            )
+            self.partial = x.new_empty(tokens, case.cols)
+            self.out = x.new_empty(case.tokens, case.cols)
         else:
-            self.everyone, self.rows = (
-                x.new_empty(tokens, case.depth),
-                x.new_empty(bound, case.depth),
-            )
+            self.everyone = x.new_empty(tokens, case.depth)
+            self.rows = x.new_empty(bound, case.depth)
 
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor, order: Order) -> torch.Tensor:
         """All tokens to all ranks, the rows of this rank's experts, the grouped matmul."""

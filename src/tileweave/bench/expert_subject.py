@@ -24,7 +24,7 @@ from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:
-    from tileweave.bench.subjects import Shape
+    from tileweave.bench.subjects import Draw, Shape
 
 _EXPERTS, _TOPK = 2, 2
 
@@ -80,18 +80,10 @@ class _Experts(ABC):
 
     op: str
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> ExpertOperands:
+    def draw(self, shape: Shape, draw: Draw) -> ExpertOperands:
+        rank, size, device = draw.rank, draw.size, draw.device
         ids, plan = _routed(shape.rows, rank, size, device)
-        generator = torch.Generator(device).manual_seed(1_000_003 * seed + shape.rows)
+        generator = torch.Generator(device).manual_seed(1_000_003 * draw.seed + shape.rows)
         experts = (
             torch.randn(
                 size * _EXPERTS, shape.cols, shape.depth, generator=generator, device=device
@@ -101,13 +93,12 @@ class _Experts(ABC):
         weights = torch.rand(size, shape.rows, _TOPK, generator=generator, device=device) + 0.1
         values = torch.randn(
             size * shape.rows * self._each(), shape.depth, generator=generator, device=device
-        ).to(dtype)
-        experts = experts.to(dtype)
+        ).to(draw.dtype)
+        experts = experts.to(draw.dtype)
         x, out_shape = self._own(values, plan, rank, shape)
         own = experts[rank * _EXPERTS : (rank + 1) * _EXPERTS].clone()
-        return ExpertOperands(
-            x, own, weights[rank].clone() if bias else None, plan, ids, values, experts, out_shape
-        )
+        bias = weights[rank].clone() if draw.bias else None
+        return ExpertOperands(x, own, bias, plan, ids, values, experts, out_shape)
 
     @abstractmethod
     def _each(self) -> int:

@@ -28,12 +28,13 @@ import torch
 from rich.table import Table
 
 import tileweave as tw
+from tileweave.bench import expert_cases, random_cases
 from tileweave.bench.console import Steps
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.expert_rivals import Gathered, Order
 from tileweave.bench.report import marked, median, new_table, number
 from tileweave.bench.run import Options, run_cases, time_all
-from tileweave.bench.samples import Benched
+from tileweave.bench.samples import Benched, Samples
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
@@ -381,3 +382,23 @@ def plot(report: dict[str, Any], path: Any) -> None:
 BENCHED = Benched(
     bench, RIVALS, tables_of, plot, baselines=(UNFUSED, GATHERED), random_rivals=(OURS, UNFUSED)
 )
+
+
+def samples(subject: Any, bars: tuple[float, float, float]) -> Samples:
+    """Samples of the operator of ``subject``; ``bars`` as ``expert_cases.cases`` takes them."""
+    return Samples(
+        subject=subject,
+        check_on_gpu=expert_cases.CHECKED_ON_GPU,
+        check_on_cpu=expert_cases.CHECKED_ON_CPU,
+        stress_on_gpu=expert_cases.STRESSED_ON_GPU,
+        stress_on_cpu=expert_cases.STRESSED_ON_CPU,
+        demo=expert_cases.demo_of(subject.op),
+        bench=BENCHED,
+        cases=expert_cases.cases(subject.op, bars),
+        smoke=expert_cases.smoke(subject.op),
+        quick=expert_cases.QUICK,
+        rival=ExpertRivals,
+        traced=((16, 64, 32), (4096, 4096, 4096)),
+        self_signaling=True,
+        random=random_cases.experts(subject.op),
+    )

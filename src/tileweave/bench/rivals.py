@@ -32,20 +32,18 @@ import torch
 import tileweave as tw
 from tileweave.bench.cases import Case
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import Operands, Shape, normal, poisoned, worst_of
+from tileweave.bench.subjects import Draw, Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.core.registration import spec_of
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
-OURS, UNFUSED, TORCH, GEMM, CORUN = (
-    "tileweave",
-    "nccl+cublas",
-    "torch fused",
-    "gemm",
-    "co-run bound",
-)
+OURS = "tileweave"
+UNFUSED = "nccl+cublas"
+TORCH = "torch fused"
+GEMM = "gemm"
+CORUN = "co-run bound"
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 RIVALS = (OURS, UNFUSED, TORCH, ONE_SHOT, TWO_SHOT, GEMM, CORUN)
 TORCHS = (TORCH, ONE_SHOT, TWO_SHOT)
@@ -67,12 +65,10 @@ class Rivals(ABC):
 
     def __init__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member = case, member
-        self.group, self.device, self.rank, self.size = (
-            member.group,
-            member.device,
-            member.rank,
-            member.world_size,
-        )
+        self.group = member.group
+        self.device = member.device
+        self.rank = member.rank
+        self.size = member.world_size
         self.dtype = getattr(torch, case.dtype)
         self.subject: Any = samples_of(case.op).subject
         self.operands = self._draw(seed)
@@ -100,7 +96,7 @@ class Rivals(ABC):
 
     def _draw(self, seed: int) -> Operands:
         shape = Shape(*self.case.shard(self.size))
-        return self.subject.draw(shape, self.dtype, self.device, self.rank, self.size, seed, False)
+        return self.subject.draw(shape, Draw(self.dtype, self.device, self.rank, self.size, seed))
 
     def _weights(self) -> list[torch.Tensor]:
         """The weight, and copies so that together they do not fit the L2."""

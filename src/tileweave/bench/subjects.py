@@ -55,26 +55,46 @@ class Operands:
     def out_shape(self) -> tuple[int, int]:
         return self.rows.shape[0], self.columns.shape[0]
 
+    @property
+    def out_bytes(self) -> int:
+        return self.out_shape[0] * self.out_shape[1] * self.x.element_size()
+
     def to(self, device: torch.device) -> Operands:
         """A copy on ``device``."""
         return Operands(*copied([getattr(self, f.name) for f in fields(self)], device))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What random operands depend on besides their shape: dtype and device, this rank and the
+    number of ranks of the group, the seed, and whether there is a bias."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    size: int
+    seed: int
+    bias: bool = False
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+    def normal(self, shape: tuple[int, ...], scale: float, *stream: int) -> torch.Tensor:
+        """Normal numbers, the same for the same seed and stream."""
+        return normal(shape, scale, self.dtype, self.device, self.seed, *stream)
+
+    def biases(self, count: int, *stream: int) -> torch.Tensor | None:
+        """A bias of ``count`` elements, or None if none is asked for."""
+        return self.normal((count,), 1.0, *stream) if self.bias else None
+
+
 class Subject(Protocol):
-    """One operator for the commands. ``rank`` and ``size`` are those of the group."""
+    """One operator for the commands."""
 
     op: str
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
         """Random operands of one rank, the same for the same seed."""
         ...
 
@@ -120,8 +140,25 @@ class _Matmul:
     op: str
     options: ClassVar[dict[str, int]] = {}  # keyword arguments of a call besides operands
 
+    def call(
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
+    ) -> tuple[torch.Tensor, Second]:
+        o = operands
+        return getattr(tw, self.op)(o.x, o.w, o.bias, group=group, out=out, **self.options), None
+
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
         return tw.explain(self.op, operands.x, operands.w, group=group, **self.options)
+
+    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
+        return recorded(self, operands, group, self._sent(operands, dist.get_world_size(group)))
+
+    def _sent(self, operands: Operands, size: int) -> int:
+        """Bytes that one of ``size`` ranks sends."""
+        return (size - 1) * operands.out_bytes // size
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         columns = wide(operands.columns)
@@ -145,22 +182,11 @@ class AllGatherMatmul(_Matmul):
 
     op = "all_gather_matmul"
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
-        shards = [
-            normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)
-        ]
-        w = normal((shape.cols, shape.depth), shape.depth**-0.5, dtype, device, seed, rank, 1)
-        b = normal((shape.cols,), 1.0, dtype, device, seed, rank, 2) if bias else None
-        return Operands(shards[rank].clone(), w, b, torch.cat(shards), w)
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
+        shards = [draw.normal((shape.rows, shape.depth), 1.0, r, 0) for r in draw.ranks]
+        w = draw.normal((shape.cols, shape.depth), shape.depth**-0.5, draw.rank, 1)
+        bias = draw.biases(shape.cols, draw.rank, 2)
+        return Operands(shards[draw.rank].clone(), w, bias, torch.cat(shards), w)
 
     def call(
         self,
@@ -188,29 +214,15 @@ class AllGatherMatmul(_Matmul):
 
 
 def _draw_sum(
-    shape: Shape,
-    rows: int,
-    mine: slice,
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: int,
-    size: int,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, k] and w [N, k] of this rank; and of all ranks, concatenated along K, rows ``mine``
-    of x and w."""
-    xs, ws = [], []
-    x = w = torch.empty(0)
-    for r in range(size):
-        part = normal((rows, shape.depth), 1.0, dtype, device, seed, r, 0)
-        weight = normal(
-            (shape.cols, shape.depth), (shape.depth * size) ** -0.5, dtype, device, seed, r, 1
-        )
-        if r == rank:
-            x, w = part, weight
-        xs.append(part[mine])
-        ws.append(weight)
-    return x, w, torch.cat(xs, 1), torch.cat(ws, 1)
+    shape: Shape, rows: int, mine: slice, draw: Draw
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """x [rows, k], w [N, k] and bias [N] of this rank; and of all ranks, concatenated along K, rows
+    ``mine`` of x and w."""
+    scale = (shape.depth * draw.size) ** -0.5
+    xs = [draw.normal((rows, shape.depth), 1.0, r, 0) for r in draw.ranks]
+    ws = [draw.normal((shape.cols, shape.depth), scale, r, 1) for r in draw.ranks]
+    parts = torch.cat([x[mine] for x in xs], 1)
+    return xs[draw.rank], ws[draw.rank], draw.biases(shape.cols, 2), parts, torch.cat(ws, 1)
 
 
 class MatmulReduceScatter(_Matmul):
@@ -218,40 +230,12 @@ class MatmulReduceScatter(_Matmul):
 
     op = "matmul_reduce_scatter"
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
-        mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
-        x, w, rows, columns = _draw_sum(
-            shape, shape.rows * size, mine, dtype, device, rank, size, seed
-        )
-        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
-        return Operands(x, w, b, rows, columns)
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
+        mine = slice(draw.rank * shape.rows, (draw.rank + 1) * shape.rows)
+        return Operands(*_draw_sum(shape, shape.rows * draw.size, mine, draw))
 
-    def call(
-        self,
-        operands: Operands,
-        group: dist.ProcessGroup,
-        out: torch.Tensor | None = None,
-        second: bool = False,
-    ) -> tuple[torch.Tensor, Second]:
-        return tw.matmul_reduce_scatter(
-            operands.x, operands.w, operands.bias, group=group, out=out
-        ), None
-
-    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
-        size = dist.get_world_size(group)
-        sent = (
-            (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size()
-        )
-        return recorded(self, operands, group, sent)
+    def _sent(self, operands: Operands, size: int) -> int:
+        return (size - 1) * operands.out_bytes
 
 
 class MatmulAllReduce(_Matmul):
@@ -262,23 +246,11 @@ class MatmulAllReduce(_Matmul):
 
     op = "matmul_all_reduce"
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
-        x, w, rows, columns = _draw_sum(
-            shape, shape.rows, slice(None), dtype, device, rank, size, seed
-        )
-        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
-        residual = normal((shape.rows, shape.cols), 1.0, dtype, device, seed, 3)
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
         return Operands(
-            x, w, b, rows, columns, residual, normal((shape.cols,), 1.0, dtype, device, seed, 4)
+            *_draw_sum(shape, shape.rows, slice(None), draw),
+            residual=draw.normal((shape.rows, shape.cols), 1.0, 3),
+            norm_weight=draw.normal((shape.cols,), 1.0, 4),
         )
 
     def call(
@@ -306,18 +278,9 @@ class MatmulAllReduce(_Matmul):
         )
         return y, kept
 
-    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
+    def _sent(self, operands: Operands, size: int) -> int:
         # the least that an all-reduce can send: a reduce-scatter and an all-gather
-        size = dist.get_world_size(group)
-        sent = (
-            2
-            * (size - 1)
-            * operands.out_shape[0]
-            * operands.out_shape[1]
-            * operands.x.element_size()
-            // size
-        )
-        return recorded(self, operands, group, sent)
+        return 2 * (size - 1) * operands.out_bytes // size
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         if second is None:
@@ -337,59 +300,22 @@ class MatmulAllReduce(_Matmul):
         return worst_of([((wide(a) - b).norm() / b.norm()).item() for a, b in pairs])
 
 
-class _Exchanged(_Matmul):
-    """The projections of Ulysses-style sequence parallelism; their weight is the same on every
-    rank."""
+class MatmulAllToAll(_Matmul):
+    """QKV of Ulysses-style sequence parallelism; each rank has the whole weight.
 
-    def call(
-        self,
-        operands: Operands,
-        group: dist.ProcessGroup,
-        out: torch.Tensor | None = None,
-        second: bool = False,
-    ) -> tuple[torch.Tensor, Second]:
-        o = operands
-        return getattr(tw, self.op)(o.x, o.w, o.bias, group=group, out=out, **self.options), None
-
-    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
-        size = dist.get_world_size(group)
-        moved = (
-            operands.x
-            if self.op == "all_to_all_matmul"
-            else operands.rows.new_empty(operands.out_shape, device="meta")
-        )
-        sent = (size - 1) * moved.numel() // size * operands.x.element_size()
-        return recorded(self, operands, group, sent)
-
-
-class MatmulAllToAll(_Exchanged):
-    """QKV: x [m, K] of this rank's tokens, w [R * n, K]; n columns of this rank, for all tokens."""
+    x [m, K] of this rank's tokens, w [R * n, K]; n columns of this rank, for all tokens.
+    """
 
     op = "matmul_all_to_all"
     options: ClassVar = {"scatter_dim": 1, "gather_dim": 0}
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
-        shards = [
-            normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)
-        ]
-        w = normal((shape.cols * size, shape.depth), shape.depth**-0.5, dtype, device, seed, 1)
-        b = normal((shape.cols * size,), 1.0, dtype, device, seed, 2) if bias else None
-        return Operands(
-            shards[rank].clone(),
-            w,
-            b,
-            torch.cat(shards),
-            w[rank * shape.cols : (rank + 1) * shape.cols],
-        )
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
+        cols = shape.cols * draw.size
+        shards = [draw.normal((shape.rows, shape.depth), 1.0, r, 0) for r in draw.ranks]
+        w = draw.normal((cols, shape.depth), shape.depth**-0.5, 1)
+        mine = w[draw.rank * shape.cols : (draw.rank + 1) * shape.cols]
+        x = shards[draw.rank].clone()
+        return Operands(x, w, draw.biases(cols, 2), torch.cat(shards), mine)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         bias, mine = operands.bias, operands.columns
@@ -401,32 +327,25 @@ class MatmulAllToAll(_Exchanged):
         return super().error(replace(operands, bias=bias), got)
 
 
-class AllToAllMatmul(_Exchanged):
-    """Output projection: x [R * m, k], all tokens and this rank's heads, w [N, R * k] -> [m, N]."""
+class AllToAllMatmul(_Matmul):
+    """Output projection of Ulysses-style sequence parallelism; each rank has the whole weight.
+
+    x [R * m, k], all tokens and this rank's heads, w [N, R * k] -> [m, N].
+    """
 
     op = "all_to_all_matmul"
     options: ClassVar = {"scatter_dim": 0, "gather_dim": 1}
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
-        xs = [
-            normal((shape.rows * size, shape.depth), 1.0, dtype, device, seed, r, 0)
-            for r in range(size)
-        ]
-        w = normal(
-            (shape.cols, shape.depth * size), (shape.depth * size) ** -0.5, dtype, device, seed, 1
-        )
-        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
-        mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
-        return Operands(xs[rank].clone(), w, b, torch.cat([x[mine] for x in xs], 1), w)
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
+        depth = shape.depth * draw.size
+        xs = [draw.normal((shape.rows * draw.size, shape.depth), 1.0, r, 0) for r in draw.ranks]
+        w = draw.normal((shape.cols, depth), depth**-0.5, 1)
+        mine = slice(draw.rank * shape.rows, (draw.rank + 1) * shape.rows)
+        rows = torch.cat([x[mine] for x in xs], 1)
+        return Operands(xs[draw.rank].clone(), w, draw.biases(shape.cols, 2), rows, w)
+
+    def _sent(self, operands: Operands, size: int) -> int:
+        return (size - 1) * operands.x.nbytes // size
 
 
 def copied(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[Any]:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from tileweave.bench.report import median, new_table, number
+from tileweave.bench.rivals import OURS
 from tileweave.profile.metrics import geometric_mean, speed_up
 
 if TYPE_CHECKING:
     from tileweave.bench.samples import Benched
 
-OURS = "tileweave"
 SLOWER = 0.97
 _SHOWN = 7
 

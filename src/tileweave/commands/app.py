@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from tileweave import OPERATORS, __version__
 from tileweave.bench.prerequisites import file_for, folder_for, need, need_kernels, picture_for
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.files import write_text, writing
 from tileweave.launcher import (
+    DeviceType,
     RankFailure,
     default_device_type,
     default_world_size,
@@ -27,6 +28,7 @@ try:
         MOST_DRAWN,
         MOST_SEED,
         MOST_SIZE,
+        STAMPS,
         Device,
         World,
         finite,
@@ -45,17 +47,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# For the ranks of ``trace``: their kernels write what programs do
-STAMPS = {"TILEWEAVE_STAMPS": "1"}
 FIRST = next(iter(OPERATORS))
 
 
 def _operator(name: str) -> str:
-    if name not in OPERATORS:
-        raise InputError(
-            f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; "
-            "remedy: pass one of these names"
-        )
+    require(
+        name in OPERATORS, f"operator {name!r}", ", ".join(OPERATORS), "pass one of these names"
+    )
     return name
 
 
@@ -224,7 +222,7 @@ def check(
     _refuse_without("--soak", soak, {"--minutes": minutes, "--faults": faults, "--shapes": shapes})
     _refuse_without("--stress or --soak", stress or soak, {"--seed": seed, "--json": json})
     require(not (stress and soak), "--stress and --soak", "one of them", "drop one")
-    number, right = 1 if seed is None else seed, True
+    number = 1 if seed is None else seed
     if soak:
         from tileweave.commands.soak import Wish, print_report
         from tileweave.commands.soak import soak as run_soak
@@ -232,38 +230,39 @@ def check(
         kinds = tuple(filter(None, (faults or "").split(",")))
         wish = Wish(calls or 0, 60.0 * (minutes or 10.0), number, shapes or 500, kinds)
         right = print_report(run_soak(kind, size, wish), console(), file_for(json))
-    if stress:
+    elif stress:
         from tileweave.commands.stress import run_and_print
 
         calls = calls or (100_000 if kind == "cuda" else 40)
         right = run_and_print(kind, size, calls, number, seconds or 900.0, file_for(json))
+    else:
+        one = world is not None or under_torchrun()
+        sizes = [size] if one else [n for n in (2, 3, 4) if n <= size]
+        right = _check_worlds(kind, sizes, calls or (500 if kind == "cuda" else 15))
     if not right:
         raise typer.Exit(1)
-    if stress or soak:
-        return
+
+
+def _check_worlds(kind: DeviceType, sizes: list[int], calls: int) -> bool:
+    """Check in worlds of these sizes, and print a table. Whether all was right."""
     from tileweave.commands.check import check as run
     from tileweave.commands.check import note_on, table_of
 
-    sizes = [size] if world is not None or under_torchrun() else [n for n in (2, 3, 4) if n <= size]
-    screen, rows, failures = console(), [], []
-    for each in sizes:
+    screen, rows, failed = console(), [], False
+    for size in sizes:
         try:
-            rows += (
-                launch(
-                    run, calls or (500 if kind == "cuda" else 15), world_size=each, device_type=kind
-                )
-                or []
-            )
+            rows += launch(run, calls, world_size=size, device_type=kind) or []
         except RankFailure as error:
-            failures.append(f"world {each}: {error}")
-            screen.print(failures[-1], markup=False, style="red")
+            failed = True
+            screen.print(f"world {size}: {error}", markup=False, style="red")
     if rows:
         screen.print(table_of(rows))
         for line in note_on(row.paths for row in rows):
             screen.print(line)
-    if failures or not all(row.right for row in rows):
+    right = not failed and all(row.right for row in rows)
+    if not right:
         screen.print("[bold red]not right on this machine")
-        raise typer.Exit(1)
+    return right
 
 
 @app.command()
@@ -317,25 +316,30 @@ def bench(
 
     kind = default_device_type()
     ops = OPERATORS if op == "all" else (_operator(op),)
-    if kind == "cpu" and not smoke:
-        raise InputError(
-            "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no "
-            "meaningful time; remedy: run it there, or try the bench with --smoke"
-        )
-    if smoke and (cases or quick):
-        raise InputError(
-            "asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others"
-        )
-    if random and (cases or quick):
-        raise InputError(
-            "asked: --random with --cases or --quick; allowed: random cases or named ones; "
-            "remedy: drop one of them"
-        )
-    if op == "all" and (cases or rivals or plot):
-        raise InputError(
-            "asked: all operators with --cases, --rivals or --plot; allowed: these for one "
-            "operator, since names differ; remedy: name one"
-        )
+    require(
+        kind == "cuda" or smoke,
+        "a benchmark",
+        "on two GPUs or more, since interpreted kernels have no meaningful time",
+        "run it there, or try the bench with --smoke",
+    )
+    require(
+        not (smoke and (cases or quick)),
+        "--smoke with --cases or --quick",
+        "one of them",
+        "drop the others",
+    )
+    require(
+        not (random and (cases or quick)),
+        "--random with --cases or --quick",
+        "random cases or named ones",
+        "drop one of them",
+    )
+    require(
+        op != "all" or not (cases or rivals or plot),
+        "all operators with --cases, --rivals or --plot",
+        "these for one operator, since names differ",
+        "name one",
+    )
     need_kernels("tileweave bench", kind)
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
@@ -343,11 +347,12 @@ def bench(
     several = []
     for each in ops:
         benched = samples_of(each).bench
-        if not set(named or ()) <= set(benched.rivals):
-            raise InputError(
-                f"asked: rivals {rivals}; allowed: {', '.join(benched.rivals)}; "
-                "remedy: pass some of these"
-            )
+        require(
+            set(named or ()) <= set(benched.rivals),
+            f"rivals {rivals}",
+            ", ".join(benched.rivals),
+            "pass some of these",
+        )
         path = file_for(json)
         if path is not None and len(ops) > 1:
             path = path.with_name(f"{path.stem}-{each}{path.suffix}")
@@ -363,12 +368,13 @@ def bench(
             random,
             seed,
         )
-        if not _found(options):
-            known = ", ".join(case.name for case in samples_of(each).cases)
-            raise InputError(
-                f"asked: {'--quick ' if quick else ''}cases {cases!r} of {each}; allowed: a "
-                f"regular expression that finds one of {known}; remedy: pass such an expression"
-            )
+        known = ", ".join(case.name for case in samples_of(each).cases)
+        require(
+            _found(options),
+            f"{'--quick ' if quick else ''}cases {cases!r} of {each}",
+            f"a regular expression that finds one of {known}",
+            "pass such an expression",
+        )
         several.append(options)
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
     limit = (2 * seconds + 300) * len(several)
@@ -485,11 +491,12 @@ def tune(
         "the same number, since a rank is a part of the model",
         "leave out one of them",
     )
-    if default_device_type() == "cpu" and device == "auto":
-        raise InputError(
-            "asked: to tune; allowed: on two GPUs or more, since interpreted kernels have no "
-            "meaningful time; remedy: run it there, or try the command with --device cpu"
-        )
+    require(
+        default_device_type() == "cuda" or device != "auto",
+        "to tune",
+        "on two GPUs or more, since interpreted kernels have no meaningful time",
+        "run it there, or try the command with --device cpu",
+    )
     kind, size = place(device, world if tp is None else tp)
     need_kernels("tileweave tune", kind)
     file_for(json)

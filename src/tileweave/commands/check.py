@@ -28,6 +28,7 @@ from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import (
     TOLERANCE,
+    Draw,
     Operands,
     Shape,
     Subject,
@@ -102,22 +103,15 @@ class Checker:
         shares = list(checks[name]())
         tw.synchronize()
         share = worst(worst_of(shares), self.member.device, self.member.group)
-        paths = ", ".join(sorted(self.paths))
-        return CheckRow(
-            self.op,
-            self.member.world_size,
-            name,
-            len(shares),
-            share,
-            paths,
-            time.monotonic() - started,
-        )
+        paths, seconds = ", ".join(sorted(self.paths)), time.monotonic() - started
+        return CheckRow(self.op, self.member.world_size, name, len(shares), share, paths, seconds)
 
     def _draw(
         self, shape: Shape, dtype: torch.dtype, seed: int, group: dist.ProcessGroup, bias: bool
     ) -> Operands:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        operands = self.subject.draw(shape, dtype, self.member.device, rank, size, seed, bias)
+        draw = Draw(dtype, self.member.device, rank, size, seed, bias)
+        operands = self.subject.draw(shape, draw)
         self.paths.add(short(self.subject.explain(operands, group)))
         return operands
 
@@ -285,6 +279,6 @@ def note_on(paths: Iterable[str]) -> list[str]:
     """A note if only unfused paths were checked. ``paths``: of each case, or several separated by
     commas."""
     taken = {path for several in paths for path in several.split(", ")}
-    return [
-        "note: every path taken is unfused: torch and its collectives were checked, no kernel"
-    ] * (taken == {"unfused"})
+    if taken != {"unfused"}:
+        return []
+    return ["note: every path taken is unfused: torch and its collectives were checked, no kernel"]

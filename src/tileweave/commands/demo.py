@@ -23,7 +23,7 @@ import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.run import short
 from tileweave.bench.samples import DemoCase, samples_of
-from tileweave.bench.subjects import TOLERANCE, Shape, poisoned, worst, worst_of
+from tileweave.bench.subjects import TOLERANCE, Draw, Shape, poisoned, worst, worst_of
 from tileweave.files import write_text
 from tileweave.launcher import Member
 from tileweave.planning.problem import Plan
@@ -93,15 +93,10 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
     errors, recording = [0.0], None
     for call in range(CALLS):
         steps.detail(f"call {call + 1} of {CALLS}")
-        operands = subject.draw(
-            case.shape,
-            case.dtype,
-            member.device,
-            member.rank,
-            member.world_size,
-            seed + call,
-            case.bias,
+        draw = Draw(
+            case.dtype, member.device, member.rank, member.world_size, seed + call, case.bias
         )
+        operands = subject.draw(case.shape, draw)
         if call == CALLS - 1:
             member.barrier()  # so that the picture shows the call, not how fast ranks made inputs
             if member.rank == member.world_size - 1 and case.late_seconds:
@@ -245,9 +240,8 @@ def trace_one(
     rank. Collective."""
     subject = samples_of(op).subject
     shape = Shape(rows, cols, depth)
-    operands = subject.draw(
-        shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False
-    )
+    draw = Draw(getattr(torch, dtype), member.device, member.rank, member.world_size, 1)
+    operands = subject.draw(shape, draw)
     plan = subject.explain(operands, member.group)
     title = f"{op}: {shape} per rank, {dtype}, {short(plan)}"
     subject.call(operands, member.group)

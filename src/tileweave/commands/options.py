@@ -16,7 +16,8 @@ Device = Annotated[
     typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels."),
 ]
 
-
+# The environment of ranks that record a call: their kernels write what programs do.
+STAMPS = {"TILEWEAVE_STAMPS": "1"}
 MOST_SEED = 2**63 - 1  # of torch
 MOST_SIZE = 2**31 - 1  # of a problem
 MOST_DRAWN = 100_000  # random cases, which are all drawn before the first runs

@@ -18,7 +18,7 @@ import typer
 from tileweave import OPERATORS
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, need_kernels
-from tileweave.commands.options import Device, World, finite, place
+from tileweave.commands.options import STAMPS, Device, World, finite, place
 from tileweave.errors import InputError, require
 from tileweave.files import short, write_text
 from tileweave.launcher import Member, is_main_process, launch
@@ -76,7 +76,7 @@ def report(
             world_size=size,
             device_type=kind,
             seconds=600,
-            extra={"TILEWEAVE_STAMPS": "1"},
+            extra=STAMPS,
         )
         if traces
         else []

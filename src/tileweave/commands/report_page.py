@@ -14,6 +14,7 @@ from tileweave import OPERATORS, __version__
 from tileweave.bench.environment import WITHOUT_GPUS
 from tileweave.bench.report import BLOCKS
 from tileweave.bench.rivals import CORUN, OURS
+from tileweave.bench.samples import samples_of
 from tileweave.commands.doctor import Diagnosis, Fact
 from tileweave.profile.metrics import geometric_mean
 from tileweave.profile.trace import (
@@ -39,17 +40,6 @@ COLOURS = (
     "#7F7F7F",
 )
 _OTHERS = "#444444"  # of several ranks
-# What computes the same as the operator. Other times, such as that of the matmul alone, are parts.
-_RIVALS = (
-    "nccl+cublas",
-    "torch fused",
-    "torch one-shot",
-    "torch two-shot",
-    "unfused",
-    "gathered",
-    "lookup+a2a+cat",
-    "torch",
-)
 _PROGRAMS = 4  # of each rank in a time line
 _WIDTH, _LANE, _LEFT = 900, 18, 130  # of a time line, in pixels
 # Nothing is loaded: no script, no font, no picture but those in the page itself.
@@ -218,7 +208,7 @@ def _report(report: dict[str, Any]) -> Iterator[str]:
     for block in blocks:
         cases = [case for case in report["cases"] if case.get("block", "") == block]
         yield f"<h4>{escape(BLOCKS.get(block, str(block)))}</h4>"
-        yield _cases(cases)
+        yield _cases(cases, samples_of(report["op"]).bench.baselines)
         plans = [f"{case['name']}: {case['plan']}" for case in cases if case.get("plan")]
         if plans:
             items = "".join(f"<li>{escape(plan)}</li>" for plan in plans)
@@ -231,9 +221,11 @@ def _time(case: dict[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) and value > 0 else math.nan
 
 
-def _cases(cases: list[dict[str, Any]]) -> str:
+def _cases(cases: list[dict[str, Any]], baselines: tuple[str, ...]) -> str:
+    """The times of all, and the ratios of ``baselines``: what else is timed, such as the matmul
+    alone, is a part."""
     names = list(dict.fromkeys(name for case in cases for name in case["times"]))
-    rivals = [name for name in names if name in _RIVALS]
+    rivals = [name for name in names if name in baselines]
     bound = CORUN in names
     heads = ["case", *names, *(f"{name} / ours" for name in rivals), *(["bound / ours"] * bound)]
     rows, ratios = [], {name: [] for name in (*rivals, CORUN)}
@@ -243,12 +235,12 @@ def _cases(cases: list[dict[str, Any]]) -> str:
         row = [escape(case["name"]) + wrong, *(_microseconds(_time(case, name)) for name in names)]
         for name in rivals:
             ratios[name].append(_time(case, name) / ours)
-            row.append(_ratio(ratios[name][-1], lost=True))
+            row.append(_ratio(ratios[name][-1]))
         if bound:
             ratios[CORUN].append(_time(case, CORUN) / ours)
             row.append(_bar(ratios[CORUN][-1]))
         rows.append(row)
-    means = [_ratio(geometric_mean(ratios[name]), lost=True) for name in rivals]
+    means = [_ratio(geometric_mean(ratios[name])) for name in rivals]
     last = [_bar(geometric_mean(ratios[CORUN]))] if bound else []
     rows.append(["<strong>geometric mean</strong>", *[""] * len(names), *means, *last])
     return _table(map(escape, heads), rows, numbers=1)
@@ -258,11 +250,11 @@ def _microseconds(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _ratio(value: float, lost: bool = False) -> str:
+def _ratio(value: float) -> str:
     if not math.isfinite(value):
         return ""
     text = f"{value:.2f}"
-    return f'<span class="lost">{text}</span>' if lost and value < 0.995 else text
+    return f'<span class="lost">{text}</span>' if value < 0.995 else text
 
 
 def _bar(value: float) -> str:
@@ -302,7 +294,7 @@ def _traces(traces: list[Trace]) -> Iterator[str]:
 def _lanes(trace: Trace) -> list[tuple[int, int]]:
     lanes = []
     for rank in range(trace.world_size):
-        programs = sorted({event.program for event in trace.events if event.rank == rank})
+        programs = sorted({event.program for event in trace.of_rank(rank)})
         driver = [program for program in programs if program < 0]  # kernels, then copies
         computing = [program for program in programs if program >= 0]
         step = max(1, math.ceil(len(computing) / _PROGRAMS))

@@ -6,10 +6,11 @@ import json
 import os
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tileweave.bench.console import console
 from tileweave.bench.prerequisites import file_for, folder_for, need
@@ -36,9 +37,10 @@ try:
     from tileweave.sim.cells import RULE, Cell, holds_cells, read_cells
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.document import located, open_document
-    from tileweave.sim.machine import Cluster, make_cluster, with_gpus
+    from tileweave.sim.machine import Cluster, make_cluster, presets, published_curves, with_gpus
     from tileweave.sim.measurements import UNSTEADY, merge_runs
     from tileweave.sim.packaged import packaged_cells
+    from tileweave.sim.transformer import catalogue
     from tileweave.sim.workload import Scenario, cluster_notes, scenario_of
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
@@ -108,11 +110,12 @@ def _cluster(
 ) -> Cluster:
     made = make_cluster(device, network, nodes or 1, per_node)
     if gpus is not None:
-        if nodes is not None and nodes * made.gpus_per_node != gpus:
-            raise InputError(
-                f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; "
-                "allowed: one of both; remedy: drop one"
-            )
+        require(
+            nodes is None or nodes * made.gpus_per_node == gpus,
+            f"{gpus} GPUs on {nodes} nodes of {made.gpus_per_node}",
+            "one of both",
+            "drop one",
+        )
         made = with_gpus(made, gpus)
     return made
 
@@ -482,20 +485,25 @@ def trust_command(
         from tileweave.sim import plots
 
         tables = [
-            report.summary_table(f"## {side}", trust.summarise(judged, side), True)
-            for side in ("fit", "held out")
+            *(
+                report.summary_table(f"## {side}", trust.summarise(judged, side), True)
+                for side in ("fit", "held out")
+            ),
+            report.published_table(published, True),
+            report.flux_table(models, True),
+            report.unsteady_table(unsteady),
+            report.cell_table(judged, True),
         ]
-        tables += [report.published_table(published, True), report.flux_table(models, True)]
-        tables.append(report.unsteady_table(unsteady))
-        tables.append(report.cell_table(judged, True))
-        text = StringIO()
-        Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
-        lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        write_text(out / "simulator-trust.md", "\n".join(lines) + "\n")
-        screen.print(
-            f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md",
-            markup=False,
-        )
+        write_text(out / "simulator-trust.md", _markdown([f"Rule: {RULE}.", *tables]))
+        picture = plots.plot_trust(judged, out / "simulator-trust.png")
+        screen.print(f"wrote {picture} and simulator-trust.md", markup=False)
+
+
+def _markdown(parts: list[Any]) -> str:
+    """Texts and tables, one after the other, as Markdown."""
+    text = StringIO()
+    Console(file=text, width=260, highlight=False).print(*parts, sep="\n")
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 @app.command()
@@ -528,11 +536,6 @@ def crosscheck(
 @app.command()
 def machines() -> None:
     """List devices, networks and models, with their sources."""
-    from rich.table import Table
-
-    from tileweave.sim.machine import presets, published_curves
-    from tileweave.sim.transformer import catalogue
-
     screen = console()
     table = Table("device", "bf16 TFLOP/s", "memory TB/s", "link GB/s", "inside", "source")
     for device in presets()["devices"].values():
@@ -576,20 +579,16 @@ def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
         if holds_cells(path)
     ]
     found = [path for path in cells if not os.path.isdir(path)] + folders
-    if not found:
-        raise InputError(
-            "asked: measured cells; allowed: results files; "
-            "remedy: pass --cells FILE, or leave it out"
-        )
+    require(
+        bool(found),
+        f"--cells {', '.join(map(str, cells))}, without results",
+        "results files, and folders that have some",
+        "pass --cells FILE, or leave it out",
+    )
     return read_cells(found)
 
 
 def _known(name: str, kind: str) -> str:
-    from tileweave.sim.transformer import catalogue
-
-    if name not in catalogue(kind):
-        raise InputError(
-            f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; "
-            "remedy: one of these, or a YAML file"
-        )
+    known = catalogue(kind)
+    require(name in known, f"model {name!r}", ", ".join(known), "one of these, or a YAML file")
     return name

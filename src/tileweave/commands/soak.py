@@ -40,7 +40,7 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.environment import environment
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE, Shape, poisoned
+from tileweave.bench.subjects import TOLERANCE, Draw, Shape, poisoned
 from tileweave.errors import InputError, TileweaveError, require
 from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, RankFailure, launch
@@ -216,10 +216,10 @@ class Soak:
             op,
             shape,
             choice.choice(dtypes),
-            choice.randrange(1 << 30),
-            choice.random() < 0.5,
-            choice.random() < 0.5,
-            choice.random() < 0.3,
+            seed=choice.randrange(1 << 30),
+            bias=choice.random() < 0.5,
+            into=choice.random() < 0.5,
+            pair=choice.random() < 0.3,
         )
 
     def _until_right(self, move: Move, fault: Fault | None) -> None:
@@ -229,7 +229,7 @@ class Soak:
             try:
                 wrong = self._make(move)
             except TileweaveError as error:
-                said = f"{type(error).__name__}: {error}"[:300]
+                said = _told_by(error)
             mine = Attempt(said, time.monotonic() - self.called_at, wrong)
             everyone = [mine] * self.member.world_size
             dist.all_gather_object(everyone, mine, group=self.control)
@@ -256,13 +256,13 @@ class Soak:
         group: Any = self.pair if move.pair else self.member.group
         rank = dist.get_rank(group)
         subject, size = samples_of(move.op).subject, dist.get_world_size(group)
-        exact = subject.draw(
-            move.shape, move.dtype, torch.device("cpu"), rank, size, move.seed, move.bias
-        )
+        draw = Draw(move.dtype, torch.device("cpu"), rank, size, move.seed, move.bias)
+        exact = subject.draw(move.shape, draw)
         operands = exact.to(self.member.device)
-        blank = lambda: poisoned(  # noqa: E731
-            operands.out_shape, move.dtype, self.member.device
-        )
+
+        def blank() -> torch.Tensor:
+            return poisoned(operands.out_shape, move.dtype, self.member.device)
+
         results = []
         self.called_at = time.monotonic()
         for _ in range(self.repeats):
@@ -356,9 +356,7 @@ class Soak:
         self.report.checked += self._sum(sum(self.counts.values()))
         self.counts.clear()
         if self.member.rank == 0:
-            draft = self.folder / "report.draft"
-            draft.write_text(json.dumps(asdict(self.report)))
-            draft.rename(self.folder / "report.json")
+            self._write("report", self.report)
         if victim == self.member.rank:
             _shell(f"sleep 0.05; kill -KILL {os.getpid()}")
         said, began = "", time.monotonic()
@@ -366,25 +364,29 @@ class Soak:
             try:
                 self._make(move)
             except TileweaveError as error:
-                said = f"{type(error).__name__}: {error}"[:300]
+                said = _told_by(error)
         fault = Fault("kill", victim, 0.0, [said], time.monotonic() - self.called_at)
         fault.told = said.startswith("PeerTimeout") and fault.waited < _IN_TIME
-        name = self.folder / f"killed-{self.member.rank}"
-        name.with_suffix(".draft").write_text(json.dumps(asdict(fault)))
-        name.with_suffix(".draft").rename(name.with_suffix(".json"))
+        self._write(f"killed-{self.member.rank}", fault)
         tw.close()
         return self.report
+
+    def _write(self, name: str, value: Report | Fault) -> None:
+        """Write a file for the main process, as a whole: this one may be killed."""
+        draft = self.folder / f"{name}.draft"
+        draft.write_text(json.dumps(asdict(value)))
+        draft.rename(draft.with_suffix(".json"))
 
     def _draw_warm(self) -> Move:
         """A move of all ranks whose calls are fused, and whose kernels are compiled."""
         for _ in range(1000):
             move = self._draw()
-            device = self.member.device
-            subject, size = samples_of(move.op).subject, self.member.world_size
-            operands = subject.draw(
-                move.shape, move.dtype, device, self.member.rank, size, 0, move.bias
-            )
-            if not move.pair and subject.explain(operands, self.member.group).path == "fused":
+            if move.pair:
+                continue
+            me, subject = self.member, samples_of(move.op).subject
+            draw = Draw(move.dtype, me.device, me.rank, me.world_size, 0, move.bias)
+            operands = subject.draw(move.shape, draw)
+            if subject.explain(operands, me.group).path == "fused":
                 self._until_right(move, None)
                 return move
         raise InputError(
@@ -422,6 +424,10 @@ class Soak:
         )
 
 
+def _told_by(error: TileweaveError) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
 def different(results: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results without those that have the same bits as an earlier one."""
     found: list[torch.Tensor] = []
@@ -439,13 +445,11 @@ def _pool(wish: Wish, on_gpu: bool) -> list[tuple[str, Shape]]:
     for number in range(wish.shapes):
         op = ops[number % len(ops)]
         embedding = op.startswith("embedding")
-        rows, cols, depth = (
-            ((300, 6, 160) if embedding else (700, 1024, 1024))
-            if on_gpu
-            else ((6, 3, 12) if embedding else (40, 48, 64))
-        )
-        size = lambda most: max(1, round(most ** draw.random()))  # noqa: E731
-        found.append((op, Shape(size(rows), size(cols), size(depth))))
+        if on_gpu:
+            largest = (300, 6, 160) if embedding else (700, 1024, 1024)
+        else:
+            largest = (6, 3, 12) if embedding else (40, 48, 64)
+        found.append((op, Shape(*(max(1, round(most ** draw.random())) for most in largest))))
     return found
 
 

@@ -34,7 +34,7 @@ from tileweave.bench.console import Steps, console
 from tileweave.bench.environment import environment
 from tileweave.bench.run import short
 from tileweave.bench.samples import samples_of
-from tileweave.bench.subjects import TOLERANCE, Operands, Shape, Subject, poisoned, worst
+from tileweave.bench.subjects import TOLERANCE, Draw, Operands, Shape, Subject, poisoned, worst
 from tileweave.commands.check import note_on
 from tileweave.files import write_text
 from tileweave.launcher import DeviceType, Member, launch
@@ -178,7 +178,8 @@ class Stress:
 
     def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int, bias: bool) -> Set:
         rank, size = dist.get_rank(lane.group), dist.get_world_size(lane.group)
-        operands = subject.draw(shape, self.dtype, self.member.device, rank, size, seed, bias)
+        draw = Draw(self.dtype, self.member.device, rank, size, seed, bias)
+        operands = subject.draw(shape, draw)
         self.paths[subject.op].add(short(subject.explain(operands, lane.group)))
         got = subject.call(operands, lane.group, None)[0]
         share = subject.error(operands, got) / TOLERANCE[self.dtype]
@@ -202,11 +203,9 @@ class Stress:
         return Graph(graph, operands, out, sets)
 
     def _workspaces(self, lane: Lane) -> list[Workspace]:
-        found = (
-            REGISTRY.find(name_of(lane.group), self.member.device)
-            if lane.group is not None
-            else None
-        )
+        if lane.group is None:
+            return []
+        found = REGISTRY.find(name_of(lane.group), self.member.device)
         return [] if found is None else [found]
 
     # --- Moves ---
@@ -241,11 +240,9 @@ class Stress:
         """One call, the same on all ranks of its group; other ranks only draw random numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
-        which, data, replayed = (
-            choice.random(),
-            choice.randrange(_DATA),
-            choice.random() < _REPLAYED,
-        )
+        which = choice.random()
+        data = choice.randrange(_DATA)
+        replayed = choice.random() < _REPLAYED
         into = choice.random() < 0.7
         if lane.group is None:
             return
@@ -348,20 +345,19 @@ class Stress:
         )
         dist.all_reduce(mine, group=self.member.group)
         calls, replays, wrong, other_bits = map(int, mine.tolist())
-        size = self.member.world_size
         return Outcome(
-            size,
-            self.seed,
-            asked,
-            moves,
-            calls,
-            replays,
-            wrong,
-            other_bits,
-            round(seconds, 1),
-            round(prepared, 1),
-            dict(self.counts),
-            {op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
+            world_size=self.member.world_size,
+            seed=self.seed,
+            asked=asked,
+            moves=moves,
+            calls=calls,
+            replays=replays,
+            wrong=wrong,
+            other_bits=other_bits,
+            seconds=round(seconds, 1),
+            prepared=round(prepared, 1),
+            counts=dict(self.counts),
+            paths={op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
         )
 
 

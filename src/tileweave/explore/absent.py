@@ -152,10 +152,8 @@ class Clock:
                 self.give_up(task)
 
     def is_overdue(self, started, limit):
-        due, me = (
-            (interpreted._value(started) + interpreted._value(limit)) // 1000,
-            self.tasks.running(),
-        )
+        due = (interpreted._value(started) + interpreted._value(limit)) // 1000
+        me = self.tasks.running()
         if due > self.now:
             self.polls[me] = due
         else:
@@ -587,9 +585,8 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
     )
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
-    kind = getattr(scenario, "kind", "copy_engine") if copied else "sm"
     for rank in range(world.size):
-        instance = world.workspace(rank).instance(scenario.op, kind)
+        instance = scenario.instance(world, rank)
         if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > CALLS:

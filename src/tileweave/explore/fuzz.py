@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tileweave.bench.console import Steps
 from tileweave.bench.prerequisites import need
-from tileweave.errors import InputError
+from tileweave.errors import require
 from tileweave.launcher import changed_environment
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
@@ -274,12 +274,12 @@ def _scenarios(pattern: str) -> list[str]:
 
     names = by_name()
     chosen = [name for name in names if pattern in name]
-    if not chosen:
-        allowed = ", ".join(map(repr, names))  # quoted, since names have commas
-        raise InputError(
-            f"asked: scenarios with {pattern!r}; allowed: {allowed}; "
-            "remedy: pass a part of one of these"
-        )
+    require(
+        bool(chosen),
+        f"scenarios with {pattern!r}",
+        ", ".join(map(repr, names)),  # quoted, since names have commas
+        "pass a part of one of these",
+    )
     return chosen
 
 

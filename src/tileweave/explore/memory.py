@@ -70,10 +70,8 @@ class Region:
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.reads = {}
-        self.last_read, self.last_written = (
-            np.zeros(components, np.int32),
-            np.zeros(components, np.int32),
-        )
+        self.last_read = np.zeros(components, np.int32)
+        self.last_written = np.zeros(components, np.int32)
 
     def cell(self, address: int) -> int:
         return (address - self.start) // self.cell_bytes

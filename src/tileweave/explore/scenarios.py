@@ -21,7 +21,8 @@ import triton.language as tl
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.transport.protocol import EPOCH
+from tileweave.transport.protocol import EPOCH, LEAVERS
+from tileweave.transport.workspace import Instance
 
 # Smaller values for constants of kernels that are sized for GPUs, so that a shard of 256 elements
 # has several slices.
@@ -96,24 +97,50 @@ def wrap(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> None:
-    """Make the instance of ``op`` and set its epoch to ``epoch``, as after that many calls."""
-    instance = world.workspace(rank).instance(op, kind)
-    instance.control[EPOCH] = epoch
-    instance.signals.fill_(wrap(epoch - 1))
-    instance.calls = epoch & 1 ^ 1  # the host's count has a fixed parity relative to the epoch
-    world.barrier()
+class OneInstance:
+    """What scenarios have in common whose calls use one instance of their operator."""
+
+    op: str
+
+    @property
+    def instance_kind(self) -> str:
+        return "sm"
+
+    def instance(self, world: World, rank: int) -> Instance:
+        return world.workspace(rank).instance(self.op, self.instance_kind)
+
+    def first_epoch(self, drawn: Drawn) -> int:
+        return drawn.epoch
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        """Make the instance and set its epoch, as after that many calls."""
+        instance, epoch = self.instance(world, rank), self.first_epoch(drawn)
+        instance.control[EPOCH] = epoch
+        instance.signals.fill_(wrap(epoch - 1))
+        instance.calls = epoch & 1 ^ 1  # the host's count has a fixed parity relative to the epoch
+        world.barrier()
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = self.instance(world, rank)
+        yield "epoch", int(instance.control[EPOCH]), wrap(self.first_epoch(drawn) + drawn.calls)
+        yield "programs that left", int(instance.control[LEAVERS]), 0
 
 
-def end_instance(
-    world: World, rank: int, op: str, kind: str, drawn: Drawn
-) -> Iterator[tuple[str, int, int]]:
-    instance = world.workspace(rank).instance(op, kind)
-    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-    yield "programs that left", int(instance.control[1]), 0
-    yield "counters not at zero", int(instance.counters.count_nonzero()), 0
-    ahead = instance.signals - wrap(drawn.epoch + drawn.calls - 1)  # in 32 bits
-    yield "signals of calls to come", int((ahead > 0).sum()), 0
+class MatmulInstance(OneInstance):
+    """The same of a matmul: its counters are zero after a call, and no signal is early."""
+
+    config: MatmulConfig
+
+    @property
+    def instance_kind(self) -> str:
+        return instance_of(self.config)
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from super().end(world, rank, drawn)
+        instance = self.instance(world, rank)
+        yield "counters not at zero", int(instance.counters.count_nonzero()), 0
+        ahead = instance.signals - wrap(drawn.epoch + drawn.calls - 1)  # in 32 bits
+        yield "signals of calls to come", int((ahead > 0).sum()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -186,7 +213,7 @@ def instance_of(config: MatmulConfig) -> str:
 
 
 @dataclass(frozen=True)
-class AllGatherMatmul:
+class AllGatherMatmul(MatmulInstance):
     """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture,
     when only slot 0 is used. ``over_nodes``: ranks are on several nodes."""
 
@@ -204,23 +231,21 @@ class AllGatherMatmul:
     def resident(self) -> int:
         return self.config.num_producers if self.config.transport == "sm" else 1
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
-
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
-        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        shape = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         whole, w, want = gather_operands(drawn.payload, shape, world.size, rank, seed)
-        bias = added(want, number + drawn.order, rank)
+        bias = added(want, turn, rank)
         want = want if bias is None else want + bias
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         gathered = unwritten(whole) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
-        x = placed(whole[rank * shape[0] : (rank + 1) * shape[0]], number + drawn.order)
+        x = placed(whole[rank * shape[0] : (rank + 1) * shape[0]], turn)
         run_fused(
             x,
             laid(w, number + drawn.order // 2),
@@ -236,12 +261,9 @@ class AllGatherMatmul:
             if instance_of(self.config) == "library":  # which sends a zero as another one
                 yield sign_of_zeros(gathered)
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
-
 
 @dataclass(frozen=True)
-class ConcurrentGather:
+class ConcurrentGather(MatmulInstance):
     """The all-gather of backward. ``shapes``: (rows, K) of a rank. The result is read late, as by a
     matmul."""
 
@@ -253,16 +275,18 @@ class ConcurrentGather:
     resident: int = 1
     payloads: ClassVar[tuple[str, ...]] = PAYLOADS
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "gather", drawn.epoch)
+    @property
+    def instance_kind(self) -> str:
+        return "gather"
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.concurrent_gather import begin_gather
 
-        rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        rows, depth = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         whole = operand(drawn.payload, (world.size * rows, depth), "x", seed)
         world.transports[rank].captured = self.captured and number > 0
         x = whole[rank * rows : (rank + 1) * rows].clone()
@@ -271,9 +295,6 @@ class ConcurrentGather:
         gathered = gathering.wait()
         world.tasks.point()
         yield "gathered", gathered, whole
-
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, "gather", drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -303,7 +324,7 @@ def triton_config(transport: str, **changes: object) -> MatmulConfig:
 
 
 @dataclass(frozen=True)
-class MatmulReduce:
+class MatmulReduce(MatmulInstance):
     """``shapes``: (rows of all ranks, cols, K of a rank). ``op``: matmul_reduce_scatter or
     matmul_all_reduce."""
 
@@ -320,35 +341,33 @@ class MatmulReduce:
         return max(self.programs)  # a program may wait for any program of a peer
 
     @property
-    def kind(self) -> str:
+    def instance_kind(self) -> str:
         by_tiles = self.op == "matmul_all_reduce" and self.config.transport == "copy_engine"
         return "gather" if by_tiles else instance_of(self.config)
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul import matmul_all_reduce_fused, matmul_reduce_scatter_fused
 
-        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        turn = number + drawn.order
+        rows, cols, depth = self.shapes[turn % len(self.shapes)]
         owners = world.size if self.op == "matmul_reduce_scatter" else 1
         shape = (rows // owners * owners, cols, depth)
-        seed = (number + drawn.order) % POOL
+        seed = turn % POOL
         x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
-        bias = added(want, number + drawn.order, 0)
+        bias = added(want, turn, 0)
         residual = None
         if bias is not None and self.op == "matmul_all_reduce" and seed % 2:
             residual = whole_numbers(tuple(want.shape), "residual", seed).to(want.dtype)
-            residual = placed(residual, number + drawn.order + 1)
+            residual = placed(residual, turn + 1)
         for more in (bias, residual):
             want = want if more is None else want + more
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         world.transports[rank].captured = self.captured and number > 0
-        x = placed(x, number + drawn.order)
+        x = placed(x, turn)
         group, plan = world.ranks[rank].group, Plan("fused", "explored", self.config)
         w = laid(w, number + drawn.order // 2)
         if self.op == "matmul_all_reduce":
@@ -361,10 +380,9 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.kind, drawn)
+        yield from super().end(world, rank, drawn)
         if self.config.transport == "sm":  # what is pushed is taken, and zeros are left
-            instance = world.workspace(rank).instance(self.op, self.kind)
-            yield "left in slots", int(instance.slots.any()), 0
+            yield "left in slots", int(self.instance(world, rank).slots.any()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -379,7 +397,7 @@ def reduce_operands(
 
 
 @dataclass(frozen=True)
-class OneShot:
+class OneShot(OneInstance):
     """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank);
     rows fit one tile."""
 
@@ -396,30 +414,32 @@ class OneShot:
     def payloads(self) -> tuple[str, ...]:
         return PAYLOADS[:1] if self.norm else PAYLOADS
 
-    def _epoch(self, drawn: Drawn) -> int:
+    @property
+    def instance_kind(self) -> str:
+        return "one_shot"
+
+    def first_epoch(self, drawn: Drawn) -> int:
         # a local word starts at 0, which is before the positive epochs
         return drawn.epoch if drawn.epoch > 0 else 2**31 - 2
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "one_shot", self._epoch(drawn))
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
 
-        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        shape = self.shapes[turn % len(self.shapes)]
+        seed = turn % POOL
         x, w, total = reduce_operands(drawn.payload, shape, world.size, rank, seed)
         residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
         gain = whole_numbers(shape[1:2], "gain") if self.norm else None
-        bias = added(total, number + drawn.order, 0)
+        bias = added(total, turn, 0)
         want = total if residual is None else total + residual
         want = want if bias is None else want + bias
-        out = unwritten(want, number + drawn.order)
+        out = unwritten(want, turn)
         kept = unwritten(want) if self.norm else None
         plan = Plan("fused", "explored", self.config)
-        x = placed(x, number + drawn.order)
+        x = placed(x, turn)
         run_fused(x, w, bias, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan)
         if kept is None or gain is None:
             yield "out", out, want
@@ -432,9 +452,8 @@ class OneShot:
             )
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        instance = world.workspace(rank).instance(self.op, "one_shot")
-        yield "epoch", int(instance.control[EPOCH]), wrap(self._epoch(drawn) + drawn.calls)
-        yield "programs that left", int(instance.control[1]), 0
+        yield from super().end(world, rank, drawn)
+        instance = self.instance(world, rank)
         yield "tiles that are done", int(instance.counters[0]), 0
         if not self.norm:
             yield "told to norm programs", int(instance.counters[1]), 0

@@ -11,20 +11,13 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, placed, whole_numbers, wrap
+from tileweave.explore.scenarios import POOL, Drawn, OneInstance, placed, whole_numbers
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
-from tileweave.transport.protocol import EPOCH
-
-
-def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-    instance = world.workspace(rank).instance(op, "sm")
-    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-    yield "programs that left", int(instance.control[1]), 0
 
 
 @dataclass(frozen=True)
-class Routing:
+class Routing(OneInstance):
     """Routing plans from ids.
 
     tokens : of rank 0, used in turn; rank r has r fewer.
@@ -41,16 +34,14 @@ class Routing:
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
-
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.experts.route_tokens import run_routing
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        ids = _ids(most, self.topk, self.experts, world.size, turn % POOL)
         want = reference_plan(ids, rank, self.experts * world.size)
         mine = ids[rank, : max(most - rank, 0)].clone()
         if drawn.order % 2:  # nor is an id an expert's that 32 bits cannot hold
@@ -66,12 +57,9 @@ class Routing:
             sent = int(want.send_offsets[peer, -1])
             yield f"send order to {peer}", got.send_order[peer, :sent], want.send_order[peer, :sent]
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from _ends(world, rank, self.op, drawn)
-
 
 @dataclass(frozen=True)
-class Dispatch:
+class Dispatch(OneInstance):
     """dispatch_grouped_matmul with given plans. ``tokens`` as above; ``sizes``: (cols, depth).
     ``one_way``: a rank sends to the next one alone, and rank 0 receives nothing."""
 
@@ -89,17 +77,15 @@ class Dispatch:
     def resident(self) -> int:
         return self.config.num_producers
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
-
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.kernels.experts.rows import gather_rows
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        seed = turn % POOL
         drawn_for = (self.sizes, world.size, rank, seed)
         x, experts, plan, want = operands(
             most, self.topk, self.experts, *drawn_for, one_way=self.one_way
@@ -112,7 +98,7 @@ class Dispatch:
         world.know(rank, "plan", plan.table)
         y = unwritten(torch.empty(plan.bound, self.sizes[0]))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
-        x, count = placed(x, number + drawn.order), len(want)
+        x, count = placed(x, turn), len(want)
         peers, _ = run_fused(x, experts, plan, y, world.ranks[rank].group, self.config, kept)
         yield "y", y[:count], want
         yield "y with the rows that do not exist", y, y
@@ -126,9 +112,6 @@ class Dispatch:
                 sent = whole_numbers((most, self.sizes[1]), "x", source, seed)[token]
                 yield f"token of row {row}", kept[(rank - source) % world.size - 1, token], sent
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from _ends(world, rank, self.op, drawn)
-
 
 @dataclass(frozen=True)
 class ScaledDispatch(Dispatch):
@@ -141,8 +124,9 @@ class ScaledDispatch(Dispatch):
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
         from tileweave.ops.experts.scaled import FP8, packed
 
-        most = self.tokens[(number + drawn.order) % len(self.tokens)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        most = self.tokens[turn % len(self.tokens)]
+        seed = turn % POOL
         x, experts, plan, plain = operands(
             most, self.topk, self.experts, self.sizes, world.size, rank, seed
         )

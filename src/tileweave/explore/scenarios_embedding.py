@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.explore.scenarios import POOL, Drawn, OneInstance, whole_numbers
 from tileweave.explore.scenarios_local import bags_of, near, pooled
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
-from tileweave.transport.protocol import EPOCH
 
 ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
 
 
 @dataclass(frozen=True)
-class EmbeddingBag:
+class EmbeddingBag(OneInstance):
     """embedding_bag_all_to_all.
 
     batches : samples of all ranks, used in turn.
@@ -42,17 +41,15 @@ class EmbeddingBag:
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
-
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
         from tileweave.ops.embedding.call import Call
 
-        batch = self.batches[(number + drawn.order) % len(self.batches)]
-        seed = (number + drawn.order) % POOL
+        turn = number + drawn.order
+        batch = self.batches[turn % len(self.batches)]
+        seed = turn % POOL
         weights, mean = None, self.ragged and seed % 2 == 1
         if self.ragged:
             *operands, want = draw_ragged(batch, self.tables, world.size, rank, seed)
@@ -65,7 +62,7 @@ class EmbeddingBag:
         group = world.ranks[rank].group
         call = Call(tables, indices, offsets, weights, layout, batch, mean, torch.float32, group)
         got = run_fused(call, self.config)
-        kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
+        kept: dict[object, Any] = self.instance(world, rank).cache
         held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
         held.append((got, want))
         yield near("result", got, want) if mean else ("result", got, want)
@@ -75,9 +72,8 @@ class EmbeddingBag:
         del held[: len(held) - keep]
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        instance = world.workspace(rank).instance(self.op, "sm")
-        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-        yield "programs that left", int(instance.control[1]), 0
+        yield from super().end(world, rank, drawn)
+        instance = self.instance(world, rank)
         most = max(-(-batch // world.size) for batch in self.batches)
         rows = most * EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size).width
         regions = instance.slots.view(torch.float32).view(instance.num_slots, -1)
@@ -121,7 +117,7 @@ def draw_ragged(batch: int, tables: int, size: int, rank: int, seed: int) -> tup
 
 
 @dataclass(frozen=True)
-class TableGradient:
+class TableGradient(OneInstance):
     """Backward with SGD steps in place.
 
     samples : per rank.
@@ -148,8 +144,9 @@ class TableGradient:
     programs: tuple[int, ...] = (1, 2, 3)  # programs that push; one more watches, two or three sum
     resident: int = 1
 
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.carrier, drawn.epoch)
+    @property
+    def instance_kind(self) -> str:
+        return self.carrier
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -213,10 +210,9 @@ class TableGradient:
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         from tileweave.kernels.embedding.gradient import ARRIVED
 
-        instance = world.workspace(rank).instance(self.op, self.carrier)
-        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-        yield "programs that left", int(instance.control[1]), 0
-        yield "groups that have arrived", int(instance.counters[ARRIVED.value]), 0
+        yield from super().end(world, rank, drawn)
+        arrived = self.instance(world, rank).counters[ARRIVED.value]
+        yield "groups that have arrived", int(arrived), 0
 
 
 _CUT = EmbeddingConfig(4, 2, 1, 1, 1)

@@ -14,10 +14,8 @@ from tileweave.explore.scenarios import (
     PAYLOADS,
     POOL,
     Drawn,
+    MatmulInstance,
     added,
-    begin_instance,
-    end_instance,
-    instance_of,
     laid,
     operand,
     placed,
@@ -33,7 +31,7 @@ OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class Exchanged(MatmulInstance):
     """``shapes``: (rows, cols, depth) of a part, used in turn, and so are ``exchanges``. ``kept``:
     the exchanged x is returned, too."""
 
@@ -53,13 +51,6 @@ class Exchanged:
             return 1
         # with "sm", a program may wait for any program of a peer
         return max(self.programs) if self.config.transport == "sm" else 1
-
-    @property
-    def kind(self) -> str:
-        return instance_of(self.config)
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -95,8 +86,8 @@ class Exchanged:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.kind, drawn)
-        instance = world.workspace(rank).instance(self.op, self.kind)
+        yield from super().end(world, rank, drawn)
+        instance = self.instance(world, rank)
         yield "flags not at zero", int(instance.flags.count_nonzero()), 0
         if self.op == OUT and self.config.transport == "sm":  # what is pushed is taken
             yield "left in slots", int(instance.slots.any()), 0

@@ -11,15 +11,14 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.results import unwritten
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.explore.scenarios import POOL, Drawn, OneInstance, whole_numbers
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.ops.matmul.scaled import BLOCK, FP8
 from tileweave.planning.combine import CombineConfig
-from tileweave.transport.protocol import EPOCH
 
 
 @dataclass(frozen=True)
-class Combine:
+class Combine(OneInstance):
     """grouped_matmul_combine.
 
     tokens : numbers of tokens of rank 0, used in turn; rank r has r fewer, at least one.
@@ -39,9 +38,6 @@ class Combine:
     op: str = "grouped_matmul_combine"
     programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -68,11 +64,6 @@ class Combine:
         out = unwritten(want)
         run_fused(y, experts, plan, weights, out, group, self.config, scales)
         yield "z", out, want
-
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        instance = world.workspace(rank).instance(self.op, "sm")
-        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
-        yield "programs that left", int(instance.control[1]), 0
 
 
 def in_fp8(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

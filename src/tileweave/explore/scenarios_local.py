@@ -243,11 +243,9 @@ def jagged(world: World, rank: int, seed: int) -> Found:
 
     drawn = ((0, 1), (2,)), ((1,), (0, 2, 1)), ((0,), (0,)), ((3, 1), (0,)), ((0,), (1,), (0,))
     features = drawn[seed % 5]
-    count, samples, size = (
-        1 + max(map(max, features)),
-        6 if seed == 2 else 1 + seed % 5,
-        len(features),
-    )
+    count = 1 + max(map(max, features))
+    samples = 6 if seed == 2 else 1 + seed % 5
+    size = len(features)
     generator = torch.Generator().manual_seed(seed)
     lengths = [
         torch.randint(0, 4, (count * samples,), generator=generator, dtype=torch.int32)

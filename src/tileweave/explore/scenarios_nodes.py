@@ -130,11 +130,9 @@ class ExpertsOverNodes(Spanning):
         from tileweave.ops.experts import dispatch_grouped_matmul, over_nodes
 
         at = number + drawn.order
-        most, group, nodes = (
-            self.tokens[at % len(self.tokens)],
-            world.ranks[rank].group,
-            world.topology.nodes,
-        )
+        most = self.tokens[at % len(self.tokens)]
+        group = world.ranks[rank].group
+        nodes = world.topology.nodes
         alone = len(world.topology.near(rank)) == 1
         if self.op == DISPATCH:
             x, experts, plan, want = dispatch_operands(

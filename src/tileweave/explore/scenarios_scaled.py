@@ -19,9 +19,7 @@ from tileweave.explore.scenarios import (
     PAYLOADS,
     POOL,
     Drawn,
-    begin_instance,
-    end_instance,
-    instance_of,
+    MatmulInstance,
     triton_config,
     whole_numbers,
 )
@@ -29,7 +27,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 
 
 @dataclass(frozen=True)
-class ScaledGather:
+class ScaledGather(MatmulInstance):
     """``shapes``: (rows, cols, K) of a rank, used in turn; ``kind`` of the scales of x: those of w
     are ones."""
 
@@ -41,9 +39,6 @@ class ScaledGather:
     captured: bool = False
     op: str = "all_gather_matmul"
     resident: int = 1
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -69,12 +64,9 @@ class ScaledGather:
         run_scaled(parts, product, out, world.ranks[rank].group, plan)
         yield "out", out, want.half()
 
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
-
 
 @dataclass(frozen=True)
-class ScaledScatter:
+class ScaledScatter(MatmulInstance):
     """``shapes``: (rows of an owner, cols, K of a rank), used in turn; ``kind`` of the scales of x:
     those of w are alike."""
 
@@ -90,9 +82,6 @@ class ScaledScatter:
     @property
     def resident(self) -> int:
         return max(self.programs)  # a program may wait for any program of a peer
-
-    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
@@ -124,9 +113,6 @@ class ScaledScatter:
         parts = x.data.to(FP8), as_sent(x.scale.clone(), self.kind)
         run_scaled(parts, product, None, out, world.ranks[rank].group, plan)
         yield "out", out, want
-
-    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 _SHARDS = triton_config("copy_engine", kernel="library")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tileweave.nn.shards import local
 from tileweave.ops.core.registry import machine_of
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul.scaled import ALIGN, BLOCK, FP8, OUT_DTYPES
@@ -65,10 +66,7 @@ def row_parallel_forward(
         else:
             if isinstance(x, DTensor):
                 x = x.redistribute(mesh, [Shard(-1)]).to_local()
-            weight, scale, bias = (
-                part.to_local() if isinstance(part, DTensor) else part
-                for part in (module.weight, module.weight_scale_inv, module.bias)
-            )
+            weight, scale, bias = map(local, (module.weight, module.weight_scale_inv, module.bias))
             with torch.no_grad():  # FP8 parameters are frozen, whatever their flags say
                 return matmul_all_reduce(
                     x.contiguous(),

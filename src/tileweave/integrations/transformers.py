@@ -41,6 +41,7 @@ from tileweave.errors import InputError, require
 from tileweave.integrations import _scaled_linear as fp8
 from tileweave.integrations._experts import ExpertParallel
 from tileweave.nn.linear import under_autocast
+from tileweave.nn.shards import local
 from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
 
@@ -155,10 +156,6 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 # --- Tensor parallelism ---
 
 
@@ -224,7 +221,7 @@ def _row_parallel_forward(
             return stock(x)
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Shard(-1)]).to_local()
-        operands = under_autocast(x.contiguous(), _local(module.weight), _local(module.bias))
+        operands = under_autocast(x.contiguous(), local(module.weight), local(module.bias))
         return matmul_all_reduce(*operands, group=group)
 
     return forward
@@ -257,7 +254,7 @@ class Experts(_tp.MoeExpertsParallel):
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             with self.context_around_forward(module, mesh):
-                return experts(_local(hidden_states), top_k_index, _local(top_k_weights))
+                return experts(local(hidden_states), top_k_index, local(top_k_weights))
 
         module.forward = forward
         return module

@@ -16,7 +16,7 @@ from tileweave.nn.gated_experts import ACTIVATIONS, CLAMPED, Experts
 from tileweave.nn.moe_configs import MODELS, fp8_of, options_of
 from tileweave.nn.replicated import make_replicated
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
-from tileweave.nn.scaled_experts import FP8Experts, dequantized
+from tileweave.nn.scaled_experts import FP8Experts, dequantized, scale_of
 from tileweave.nn.shards import check_sizes, is_dtensor, mesh_of
 from tileweave.ops.core.argument_types import checks_types, checks_types_first, reading
 from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
@@ -398,10 +398,10 @@ def _dequantize_in(state: Any, name: str) -> None:
     weight = state.get(name)
     if weight is None or weight.dtype != FP8:
         return
-    scale = state.pop(f"{name}_scale_inv", None)
+    scale = state.pop(scale_of(name), None)
     require(
         scale is not None,
-        f"{name} of float8_e4m3fn without {name}_scale_inv",
+        f"{name} of float8_e4m3fn without {scale_of(name)}",
         "both",
         "pass the state_dict of the whole layer",
     )

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, multiply
 from tileweave.nn.shards import is_dtensor
 from tileweave.parallel.fused import SplitLinear, class_path, is_adapter
-from tileweave.parallel.plans import COLUMN, ROW, Block
+from tileweave.parallel.plans import Block, is_column, is_row
 from tileweave.parallel.shared_input import SharedColumn
-from tileweave.parallel.styles import Colwise, Rowwise
 
 LORA = "peft.tuners.lora.layer"
 BASE = "base_layer"
@@ -51,7 +50,7 @@ def take_base_layers(
     lora = [
         path
         for path, module in model.named_modules()
-        if is_plain_lora(module) and _shards(styles.get(path))
+        if is_plain_lora(module) and (is_column(styles.get(path)) or is_row(styles.get(path)))
     ]
 
     def inner(path: str) -> str:
@@ -66,12 +65,6 @@ def take_base_layers(
         *columns, row = [inner(path)[start:] for path in paths]
         renamed.append(replace(block, columns=tuple(columns), row=row))
     return taken, renamed, lora
-
-
-def _shards(style: Any) -> bool:
-    return (
-        style in (COLUMN, ROW) if isinstance(style, str) else isinstance(style, Colwise | Rowwise)
-    )
 
 
 class OwnColumn(ColumnParallelLinear):

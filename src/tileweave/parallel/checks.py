@@ -39,8 +39,12 @@ from tileweave.parallel.plans import (
     SUMS,
     UNTOUCHED,
     Block,
+    is_column,
+    is_of_experts,
+    is_row,
+    is_summed,
 )
-from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
+from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise
 from tileweave.parallel.trial import UNFIT, Tried
 
 KNOWN = (*ATTENTIONS, *INTERLEAVED, *COUNTED)  # to be right with the heads of one rank
@@ -61,27 +65,32 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
         if isinstance(style, str):
             allowed = (COLUMN, ROW, EXPERTS, *SUMS, *UNTOUCHED)
             require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
-        if style == EXPERTS or isinstance(style, Experts):
+        if is_of_experts(style):
             check_experts(path, module, size)
-        kinds = ("out_features",) if style == COLUMN or isinstance(style, Colwise) else ()
-        if style == ROW or isinstance(style, Rowwise):
-            kinds = ("in_features",)
         if isinstance(style, Colwise) and style.parts is not None:
             check_parts(path, module, style.parts, size)
-        for features in kinds:
-            check_plain(path, module)
-            require(
-                uses[module.weight] == 1,
-                f"{path}, whose weight another module has, too",
-                "a weight of its own",
-                "pass a plan without it: shared weights stay whole",
-            )
-            require(
-                getattr(module, features) % size == 0,
-                f"{path}: {features}={getattr(module, features)} over {size} ranks",
-                "a multiple of the world size",
-                "choose fewer ranks, or pass a plan without it",
-            )
+        if not is_column(style) and not is_row(style):
+            continue
+        _check_own_weight(path, module, uses)
+        features = "out_features" if is_column(style) else "in_features"
+        require(
+            getattr(module, features) % size == 0,
+            f"{path}: {features}={getattr(module, features)} over {size} ranks",
+            "a multiple of the world size",
+            "choose fewer ranks, or pass a plan without it",
+        )
+
+
+def _check_own_weight(path: str, module: Any, uses: Counter[Any]) -> None:
+    """Raise :class:`InputError` unless ``module`` is a plain ``nn.Linear`` whose weight no other
+    module has."""
+    check_plain(path, module)
+    require(
+        uses[module.weight] == 1,
+        f"{path}, whose weight another module has, too",
+        "a weight of its own",
+        "pass a plan without it: shared weights stay whole",
+    )
 
 
 def check_no_wrapper(model: nn.Module) -> None:
@@ -153,14 +162,7 @@ def check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
     paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
     uses = uses_of(model)
     for path in paths:
-        linear: Any = model.get_submodule(path)
-        check_plain(path, linear)
-        require(
-            uses[linear.weight] == 1,
-            f"{path}, whose weight another module has, too",
-            "a weight of its own",
-            "pass a plan without it",
-        )
+        _check_own_weight(path, model.get_submodule(path), uses)
     head = getattr(module, "head_dim", 1)
     check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)
 
@@ -465,11 +467,7 @@ def _module_in(block: nn.Module, root: str, path: str) -> str | None:
 
 def _styled_above(path: str, styles: dict[str, Any]) -> bool:
     """Whether a module around ``path`` has a style for parts that work row by row."""
-    return any(
-        path.startswith(f"{other}.")
-        and (style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel))
-        for other, style in styles.items()
-    )
+    return any(path.startswith(f"{p}.") and is_summed(style) for p, style in styles.items())
 
 
 def routed_parts(model: nn.Module, styles: dict[str, Any]) -> tuple[str, ...]:
@@ -478,7 +476,7 @@ def routed_parts(model: nn.Module, styles: dict[str, Any]) -> tuple[str, ...]:
     return tuple(
         f"{path.rpartition('.')[0]}."
         for path, style in styles.items()
-        if (style == EXPERTS or isinstance(style, Experts)) and _takes_rows(model, path)
+        if is_of_experts(style) and _takes_rows(model, path)
     )
 
 

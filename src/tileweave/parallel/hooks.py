@@ -68,9 +68,9 @@ class _Reads:
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         # a tensor made in inference mode has no version
-        before = [(t, 0 if t.is_inference() else t._version) for t in _tensors(given)]
+        before = [(t, 0 if t.is_inference() else t._version) for t in tensors_of(given)]
         made = self.hook(module, *given)
-        same = all(any(t is one for one, _ in before) for t in _tensors(made))
+        same = all(any(t is one for one, _ in before) for t in tensors_of(made))
         if same and all(t.is_inference() or t._version == v for t, v in before):
             return made
         raise InputError(
@@ -82,11 +82,15 @@ class _Reads:
         )
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
+def leaves_of(given: Any) -> Iterator[Any]:
+    """What tuples, lists and dicts in each other have in them."""
+    if isinstance(given, (tuple, list, dict)):
+        for item in given.values() if isinstance(given, dict) else given:
+            yield from leaves_of(item)
+    else:
         yield given
-    elif isinstance(given, (tuple, list)):
-        for item in given:
-            yield from _tensors(item)
-    elif isinstance(given, dict):
-        yield from _tensors(list(given.values()))
+
+
+def tensors_of(given: Any) -> list[torch.Tensor]:
+    """The tensors among :func:`leaves_of`."""
+    return [leaf for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]

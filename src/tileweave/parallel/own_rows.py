@@ -18,7 +18,7 @@ from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
 from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
-from tileweave.parallel.shared_input import input_of
+from tileweave.parallel.shared_input import input_of, with_input
 
 _LOG = logging.getLogger("tileweave")
 Blocks = list[tuple[str, nn.Module]]
@@ -52,9 +52,9 @@ class OwnRows:
                 if has_hooks(module):
                     guard_hooks(module, path, EVERY, "the rows of one rank")
         if args:
-            return (self._own(args[0]), *args[1:]), kwargs
+            return with_input(0, self._own(args[0]), args, kwargs)
         key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        return args, {**kwargs, key: self._own(kwargs[key])}
+        return with_input(key, self._own(kwargs[key]), args, kwargs)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         size = dist.get_world_size(group_of(self.group_name))
@@ -115,8 +115,7 @@ class AllRows:
     def begin(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = input_of(self.path, args, kwargs)
-        x = args[key] if isinstance(key, int) else kwargs[key]
+        key, x = input_of(self.path, args, kwargs)
         for name, other in (*enumerate(args), *kwargs.items()):
             require(
                 name == key or not isinstance(other, torch.Tensor) or other.shape != x.shape,
@@ -125,14 +124,10 @@ class AllRows:
                 "one tensor with the rows of one rank, which are gathered for it",
                 "pass sequence_parallel=False to tileweave.parallelize",
             )
-        x = gather_parts(x, self.dim, self.group_name)
-        if isinstance(key, int):
-            return (*args[:key], x, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: x}
+        return with_input(key, gather_parts(x, self.dim, self.group_name), args, kwargs)
 
     def end(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
-        key = input_of(self.path, args, kwargs)
-        x = args[key] if isinstance(key, int) else kwargs[key]
+        x = input_of(self.path, args, kwargs)[1]
         first, *others = (y,) if isinstance(y, torch.Tensor) else y
         more = [t for t in others if isinstance(t, torch.Tensor) and t.dim() == x.dim()]
         require(

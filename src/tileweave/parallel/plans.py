@@ -24,7 +24,7 @@ from tileweave.parallel.fused import (
     is_adapter,
     refuse_fused,
 )
-from tileweave.parallel.styles import Colwise, LatentKeys
+from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
 
 _LOG = logging.getLogger("tileweave")
 
@@ -74,6 +74,26 @@ WHOLE = (
 )
 UNTOUCHED = ("replicate", "replicated")  # in plans of users, too
 SUMS = ("sequence_parallel", "replicated_with_grad_allreduce")
+
+
+def is_column(style: Any) -> bool:
+    """Whether a style, a name or a ParallelStyle, shards output features."""
+    return isinstance(style, Colwise) or style == COLUMN
+
+
+def is_row(style: Any) -> bool:
+    """Whether a style shards input features."""
+    return isinstance(style, Rowwise) or style == ROW
+
+
+def is_of_experts(style: Any) -> bool:
+    """Whether a style shards stacked experts."""
+    return isinstance(style, Experts) or style == EXPERTS
+
+
+def is_summed(style: Any) -> bool:
+    """Whether a style is for a whole module that sees a part, whose gradients are summed."""
+    return isinstance(style, SequenceParallel) or style in SUMS
 
 
 @dataclass(frozen=True)

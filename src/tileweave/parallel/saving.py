@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -49,15 +50,8 @@ class SavesWhole:
             return saves(save_directory, is_main_process, state_dict, **options)
         found, meshes = _whole_state(self)
         writes = is_main_process and dist.get_rank() == 0
-        failed = True
-        try:
-            done = saves(save_directory, is_main_process=writes, state_dict=found, **options)
-            failed = False
-        finally:
-            told = any([_any_failed(failed, mesh) for mesh in meshes])
-        if told:
-            raise RuntimeError(f"another rank could not save to {save_directory}: see its error")
-        return done
+        with _failing_together(save_directory, meshes):
+            return saves(save_directory, is_main_process=writes, state_dict=found, **options)
 
 
 class SavesAdapters:
@@ -82,16 +76,10 @@ class SavesAdapters:
             if isinstance(part, (ParallelLinear, SplitLinear)) and "lora_" not in path
         }
         found, meshes = _whole_state(self, base)
-        failed = True
-        try:
+        with _failing_together(save_directory, meshes):
             if dist.get_rank() == 0 and options.get("is_main_process", True):
                 given = {"state_dict": found, **options}
                 super().save_pretrained(save_directory, *args, **given)  # type: ignore[misc]
-            failed = False
-        finally:
-            told = any([_any_failed(failed, mesh) for mesh in meshes])
-        if told:
-            raise RuntimeError(f"another rank could not save to {save_directory}: see its error")
 
 
 @cache
@@ -123,6 +111,19 @@ def _whole_state(model: Any, but: Collection[str] = ()) -> tuple[dict[str, Any],
         if writes:
             found[name] = value
     return found, list(meshes)
+
+
+@contextmanager
+def _failing_together(save_directory: Any, meshes: list[Any]) -> Iterator[None]:
+    """Raise on all ranks of ``meshes`` if one fails inside; all leave together."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        told = any([_any_failed(failed, mesh) for mesh in meshes])
+    if told:
+        raise RuntimeError(f"another rank could not save to {save_directory}: see its error")
 
 
 def _any_failed(failed: bool, mesh: Any) -> bool:

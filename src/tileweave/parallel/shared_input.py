@@ -74,9 +74,8 @@ class _SharedInput:
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key, layers = input_of(self.path, args, kwargs), self.layers
-        x = args[key] if isinstance(key, int) else kwargs[key]
-        first = layers[0]
+        key, x = input_of(self.path, args, kwargs)
+        layers, first = self.layers, self.layers[0]
         if first.gather:
             cast = under_autocast(x, *(part for layer in layers for part in layer.parts()))
             instead, x = all_gather_matmul(
@@ -91,9 +90,7 @@ class _SharedInput:
             instead = [copy_to_group(x, first.group_name)] * len(layers)
         for layer, y in zip(layers, instead, strict=True):
             layer.given = (x, y)
-        if isinstance(key, int):
-            return (*args[:key], x, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: x}
+        return with_input(key, x, args, kwargs)
 
     def after(self, *_: Any) -> None:
         for layer in self.layers:
@@ -118,10 +115,13 @@ def share_input(model: nn.Module, block: Block) -> None:
     module.register_forward_hook(shared.after, always_call=True)
 
 
-def input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """Where the input of a module is: the first argument, or the one of a usual name."""
+def input_of(
+    path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int | str, torch.Tensor]:
+    """The input of a module and where it is: the first argument (0), or the one of a usual
+    name."""
     if args and isinstance(args[0], torch.Tensor):
-        return 0
+        return 0, args[0]
     named = [name for name in INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
     require(
         bool(named),
@@ -129,4 +129,13 @@ def input_of(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | 
         f"a tensor as first argument, or one named {', '.join(INPUTS)}",
         "pass the input first",
     )
-    return named[0]
+    return named[0], kwargs[named[0]]
+
+
+def with_input(
+    key: int | str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``x`` as input, in the place ``key`` that :func:`input_of` returned."""
+    if isinstance(key, int):
+        return (x, *args[1:]), kwargs
+    return args, {**kwargs, key: x}

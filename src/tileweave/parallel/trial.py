@@ -30,7 +30,14 @@ from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
 from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
-from tileweave.parallel.hooks import BACKWARD, FORWARD, guard_hooks, has_hooks
+from tileweave.parallel.hooks import (
+    BACKWARD,
+    FORWARD,
+    guard_hooks,
+    has_hooks,
+    leaves_of,
+    tensors_of,
+)
 from tileweave.parallel.shared_input import SharedColumn
 
 UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
@@ -232,29 +239,17 @@ def _guard_hooks(module: nn.Module, tried: Tried) -> None:
 def _is_plain(given: Any) -> bool:
     """Whether ``given`` has tensors with elements, and numbers and names, but no objects such as
     caches, which a trial would change."""
-    leaves = list(_leaves(given))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_of(given)
     simple = (bool, int, float, str, type(None), torch.dtype, torch.device)
     return (
         bool(tensors)
-        and all(isinstance(leaf, (torch.Tensor, *simple)) for leaf in leaves)
+        and all(isinstance(leaf, (torch.Tensor, *simple)) for leaf in leaves_of(given))
         and all(
             t.numel() and not t.is_meta and not hasattr(t, "fake_mode") and not is_dtensor(t)
             for t in tensors
         )
         and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
     )
-
-
-def _leaves(given: Any) -> Iterator[Any]:
-    if isinstance(given, (tuple, list)):
-        for item in given:
-            yield from _leaves(item)
-    elif isinstance(given, dict):
-        for item in given.values():
-            yield from _leaves(item)
-    else:
-        yield given
 
 
 def _cloned(given: Any) -> Any:
@@ -416,10 +411,10 @@ def _judge(
         tape.begin(rank, inner)
         again = copy.deepcopy(copied, _not_copied(copied, tape))
         y = forward(again, *_cloned(args), **_cloned(kwargs))
-        return tape.seen, [t for t in _leaves(y) if isinstance(t, torch.Tensor)]
+        return tape.seen, tensors_of(y)
 
-    devices = [t.device for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    cuda = [devices[0]] if devices[0].type == "cuda" else []
+    device = tensors_of((args, kwargs))[0].device
+    cuda = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(cuda):
         state = torch.random.get_rng_state()
         try:

@@ -48,6 +48,9 @@ from tileweave.parallel.plans import (
     WHOLE,
     Block,
     blocks_of,
+    is_column,
+    is_row,
+    is_summed,
     matched,
     of_transformers,
     recognise,
@@ -185,8 +188,8 @@ def parallelize(
         blocks.append(Block(layer.path, layer.columns, layer.row))
         styles.update(blocks[-1].paths())
     over = mesh_of(flat, device)
-    sums_last = sorted(styles.items(), key=lambda entry: _sums(entry[1]))
-    for path, style in sums_last:
+    # styles of whole modules come after those of the linear layers in them
+    for path, style in sorted(styles.items(), key=lambda entry: is_summed(entry[1])):
         if style in UNTOUCHED:
             continue
         dim = at
@@ -201,13 +204,7 @@ def parallelize(
         if isinstance(module, ParallelLinear):
             module.path = path
     for block in blocks:
-        module = model.get_submodule(block.path)
-        by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
-        for count in HEADS if class_path(module) in COUNTED else ():
-            if hasattr(module, count):
-                setattr(module, count, getattr(module, count) // size)
-        if by_head:
-            shard_own(module, by_head, over, src_data_rank)
+        _take_own_heads(model.get_submodule(block.path), over, src_data_rank)
         if block.shares:
             share_input(model, block)
     for path in lora:
@@ -225,6 +222,16 @@ def parallelize(
     save_whole(model)
     refuse_ddp(model)
     return model
+
+
+def _take_own_heads(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
+    """Let a module count the heads of one rank, and have the parameters of those."""
+    for count in HEADS if class_path(module) in COUNTED else ():
+        if hasattr(module, count):
+            setattr(module, count, getattr(module, count) // mesh.size())
+    by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
+    if by_head:
+        shard_own(module, by_head, mesh, source)
 
 
 def _replicate_parts(
@@ -330,8 +337,8 @@ def _tried(
 
     ``named``: paths that the plan of a user names.
     """
-    columns = [p for p, s in styles.items() if s == COLUMN or isinstance(s, Colwise)]
-    rows = [p for p, s in styles.items() if s == ROW or isinstance(s, Rowwise)]
+    columns = [path for path, style in styles.items() if is_column(style)]
+    rows = [path for path, style in styles.items() if is_row(style)]
     parts = {p: s.parts for p, s in styles.items() if isinstance(s, Colwise) and s.parts}
     for layer in fused:
         name, row = Block(layer.path, (layer.name,), layer.row).paths()
@@ -364,11 +371,6 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     if module is not model.get_submodule(path):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)
-
-
-def _sums(style: str | ParallelStyle) -> bool:
-    """Whether a style is for whole modules, after those of the linear layers in them."""
-    return style in SUMS if isinstance(style, str) else isinstance(style, SequenceParallel)
 
 
 def _outer_lists(model: nn.Module, paths: list[str]) -> list[list[tuple[str, nn.Module]]]:

@@ -92,7 +92,7 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
     """(rank, program) of each row from top to bottom; only a few programs of each rank."""
     lanes = []
     for rank in range(trace.world_size):
-        programs = sorted({event.program for event in trace.events if event.rank == rank})
+        programs = sorted({event.program for event in trace.of_rank(rank)})
         computing = [program for program in programs if program > COPY_ENGINE]
         if len(computing) > _MOST_ROWS:
             step = (len(computing) - 1) / (_MOST_ROWS - 1)
@@ -127,8 +127,7 @@ def draw_time_line(axes: Axes, trace: Trace) -> None:
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _lane_name(lane: tuple[int, int], lanes: list[tuple[int, int]], on_gpu: bool) -> str:
@@ -376,8 +375,7 @@ def _draw_block(axes: Axes, title: str, cases: list[dict[str, Any]]) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.legend(ncols=5, frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 1.12))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _bound_of(case: dict[str, Any]) -> str:

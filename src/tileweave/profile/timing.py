@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def measure(
     not_capturable : name -> reason, for functions whose capture is not tried.
     progress : called with what is being prepared or timed.
     """
-    clock = _CudaClock(device, group) if device.type == "cuda" else _HostClock(group)
+    clock = (_CudaClock if device.type == "cuda" else _HostClock)(device, group)
     tell = progress or (lambda _: None)
     laps: dict[str, _Lap | None] = {}
     notes: dict[str, str] = {}
@@ -161,7 +162,7 @@ def _repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
     return run
 
 
-def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -> int:
+def _calls_for(clock: _Clock, function: Callable[[], object]) -> int:
     """Warm up. Returns how many calls take about :data:`REPEAT_MS`, the same on every rank."""
     for _ in range(_WARM_UP_CALLS):
         function()
@@ -170,9 +171,7 @@ def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -
     return max(2, min(MAX_CALLS, round(REPEAT_MS * 1e-3 / max(slowest, 1e-7))))
 
 
-def _captured(
-    clock: _CudaClock | _HostClock, function: Callable[[], object], calls: int
-) -> tuple[_Lap | None, str]:
+def _captured(clock: _Clock, function: Callable[[], object], calls: int) -> tuple[_Lap | None, str]:
     """The function in a graph of up to :data:`GRAPH_CALLS` calls; or None and the reason, if any
     rank cannot capture it."""
     inside = min(calls, GRAPH_CALLS)
@@ -186,13 +185,42 @@ def _captured(
     return _Lap(_repeat(replay, replays), inside * replays, True), ""
 
 
-class _CudaClock:
+class _Clock(ABC):
+    """What times functions on the ranks of a group. Methods but ``capture`` are collective."""
+
+    captures: ClassVar[bool]  # whether there are CUDA graphs
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.device, self.group = device, group
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks, and for what their devices have queued."""
+
+    @abstractmethod
+    def time(self, run: Callable[[], None]) -> float:
+        """Seconds that ``run`` takes on this rank."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
+        """``run`` as the replay of a graph; or None and the reason why it cannot be captured."""
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of all ranks, ``[ranks][values]``."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        if values:
+            dist.all_gather(rows, mine, group=self.group)
+        return [row.tolist() for row in rows]
+
+
+class _CudaClock(_Clock):
     """CUDA events on the current stream, after a collective that makes all ranks start together."""
 
     captures = True
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.device, self.group = device, group
+        super().__init__(device, group)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start_signal = torch.zeros(1, device=device)
         # of all captures: a call leaves nothing in it, and replays run one after the other
@@ -204,7 +232,6 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
 
     def time(self, run: Callable[[], None]) -> float:
-        """Seconds that ``run`` takes on this rank's device."""
         self.barrier()
         # it ends on all devices within microseconds
         dist.all_reduce(self._start_signal, group=self.group)
@@ -215,7 +242,6 @@ class _CudaClock:
         return self._start.elapsed_time(self._end) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
-        """``run`` as the replay of a graph; or None and the reason why it cannot be captured."""
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(current)
@@ -234,22 +260,11 @@ class _CudaClock:
             return None, str(error).strip().splitlines()[0][:200]
         return graph.replay, ""
 
-    def gather(self, values: list[float]) -> list[list[float]]:
-        """The values of all ranks, ``[ranks][values]``."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        if values:
-            dist.all_gather(rows, mine, group=self.group)
-        return [row.tolist() for row in rows]
 
-
-class _HostClock:
+class _HostClock(_Clock):
     """The clock of the host, for ranks without GPUs."""
 
     captures = False
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -262,10 +277,3 @@ class _HostClock:
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
         return None, "there is no GPU"
-
-    def gather(self, values: list[float]) -> list[list[float]]:
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        if values:
-            dist.all_gather(rows, mine, group=self.group)
-        return [row.tolist() for row in rows]

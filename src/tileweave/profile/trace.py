@@ -82,10 +82,14 @@ class Trace:
         """Whether times of different ranks can be compared."""
         return self.clock != OWN_CLOCKS
 
+    def of_rank(self, rank: int) -> list[Event]:
+        """The events of one rank."""
+        return [event for event in self.events if event.rank == rank]
+
     def span_ns(self, rank: int) -> int:
         """From the begin of the first to the end of the last kernel or copy of a rank; from the
         first to the last event where kernels were not recorded."""
-        events = [event for event in self.events if event.rank == rank]
+        events = self.of_rank(rank)
         whole = [event for event in events if event.kind in ("kernel", "copy")] or events
         ends = max((event.end_ns for event in whole), default=0)
         return ends - min((event.begin_ns for event in whole), default=0)
@@ -202,7 +206,7 @@ def summary(trace: Trace) -> list[RankSummary]:
     """The summaries of all ranks, in rank order."""
     found = []
     for rank in range(trace.world_size):
-        events = [event for event in trace.events if event.rank == rank]
+        events = trace.of_rank(rank)
         waited: dict[int, int] = defaultdict(int)
         for event in events:
             if event.kind == "wait":
@@ -358,12 +362,8 @@ def in_words(trace: Trace) -> list[str]:
     return said
 
 
-def _of(trace: Trace, rank: int) -> list[Event]:
-    return [event for event in trace.events if event.rank == rank]
-
-
 def _end(trace: Trace, rank: int) -> int:
-    return max((event.end_ns for event in _of(trace, rank)), default=0)
+    return max((event.end_ns for event in trace.of_rank(rank)), default=0)
 
 
 def _of_driver(trace: Trace) -> list[str]:
@@ -371,7 +371,7 @@ def _of_driver(trace: Trace) -> list[str]:
     say."""
     said = []
     for rank in range(trace.world_size):
-        events = _of(trace, rank)
+        events = trace.of_rank(rank)
         kernels = _joined([event for event in events if event.kind == "kernel"])
         copies = _joined([event for event in events if event.kind == "copy"])
         if not kernels and not copies:

@@ -223,6 +223,12 @@ def _is_possible(cell: Cell) -> bool:
     )
 
 
+def _times(timing: dict[str, Any]) -> dict[str, Any]:
+    """The times of a bench as fields of a cell, in seconds."""
+    repeats = tuple(us * 1e-6 for us in timing.get("repeats_us", ()))
+    return {"seconds": timing["median_us"] * 1e-6, "repeats": repeats}
+
+
 def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
     if not case.get("right", True):
         return []
@@ -242,9 +248,8 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
             data["world_size"],
             shape,
             case["graph"],
-            timing["median_us"] * 1e-6,
+            **_times(timing),
             tables=with_config(data["op"], config) if config and name == "tileweave" else None,
-            repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
         )
         for name, timing in case["times"].items()
         if name in QUANTITIES
@@ -307,9 +312,8 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
             world,
             shape,
             case["graph"],
-            timing["median_us"] * 1e-6,
-            itemsize,
-            repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
+            **_times(timing),
+            itemsize=itemsize,
         )
         for name, timing in case["times"].items()
         if name in _EMBEDDING and timing.get("median_us")
@@ -326,21 +330,9 @@ def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Ce
     if case["zipf"] or not timing.get("median_us") or not case["plan"].startswith("fused"):
         return []
     shape = (case["tokens"], case["hidden"], case["width"], case["experts"], case["topk"])
-    repeats = tuple(us * 1e-6 for us in timing.get("repeats_us", ()))
     quantity = "prototype" if case["name"] in data.get("prototypes", ()) else "fused"
-    seconds = timing["median_us"] * 1e-6
-    return [
-        Cell(
-            source,
-            data["op"],
-            quantity,
-            data["world_size"],
-            shape,
-            case["graph"],
-            seconds,
-            repeats=repeats,
-        )
-    ]
+    world, graph = data["world_size"], case["graph"]
+    return [Cell(source, data["op"], quantity, world, shape, graph, **_times(timing))]
 
 
 def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:

@@ -207,13 +207,15 @@ def export(
     detail : ``"operators"``, or ``"tasks"``: one node for the computation of a task, and one for
         its collectives of each kind and group.
     """
-    world, pieces = timeline.world_size, {}
     groups: dict[tuple[int, ...], str] = {}
     firsts = _first_ranks(timeline)
-    per_stage = {
-        rep: sum(len(t.parts) for t in timeline.tasks if t.rank == rep) for rep in timeline.replicas
+    tasks = {
+        rep: [task for task in timeline.tasks if rep in (task.rank, task.peer)] for rep in firsts
     }
-    count = sum(per_stage[rep] * timeline.replicas[rep] for rep in per_stage)
+    count = sum(
+        timeline.replicas[rep] * sum(len(task.parts) for task in tasks[rep] if task.rank == rep)
+        for rep in firsts
+    )
     require(
         detail == "tasks" or count <= MOST_NODES,
         f"{count} operators in all ranks' traces",
@@ -222,15 +224,12 @@ def export(
     )
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for rank in range(world):
+    for rank in range(timeline.world_size):
         rep = _representative(rank, firsts)
-        if rep not in pieces:
-            pieces[rep] = [task for task in timeline.tasks if task.rank == rep or task.peer == rep]
+        traced = _Rank(rank, rep, firsts, timeline.replicas[rep], groups, slices)
         path = folder / f"step.{rank}.et"
         with path.open("wb") as target:
-            write_trace(
-                target, _nodes(timeline, pieces[rep], rank, rep, firsts, groups, slices, detail)
-            )
+            write_trace(target, traced.nodes(tasks[rep], detail))
         paths.append(path)
         progress()
     (folder / "comm_group.json").write_text(
@@ -252,102 +251,108 @@ def _representative(rank: int, firsts: dict[int, int]) -> int:
     return max((rep for rep in firsts if firsts[rep] <= rank), key=lambda rep: firsts[rep])
 
 
-def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
-    """The ranks of the group of a part. Tensor parallel ranks are consecutive, data parallel ranks
-    are a tensor group apart."""
-    if part.axis == "dp":
-        apart = count // part.ranks
-        return [first + (rank - first) % apart + apart * i for i in range(part.ranks)]
-    begin = first + (rank - first) // part.ranks * part.ranks
-    return list(range(begin, begin + part.ranks))
+@dataclass
+class _Rank:
+    """Makes the nodes of one rank of a timeline; those of a stream wait for each other.
 
+    rep : whose tasks this rank does. firsts : representative -> its first rank. ranks : how many do
+    the same tasks. groups : members -> name, of all ranks so far. tail : stream -> its last node.
+    """
 
-def _nodes(
-    timeline: Timeline,
-    tasks: list[Task],
-    rank: int,
-    rep: int,
-    firsts: dict[int, int],
-    groups: dict[tuple[int, ...], str],
-    slices: int,
-    detail: str,
-) -> Iterator[Node]:
-    first, count = firsts[rep], timeline.replicas[rep]
-    number, last_of, tail = 0, {}, {}
+    rank: int
+    rep: int
+    firsts: dict[int, int]
+    ranks: int
+    groups: dict[tuple[int, ...], str]
+    slices: int
+    count: int = 0
+    tail: dict[str, int] = field(default_factory=dict)
 
-    def chain(stream: str, after: list[int]) -> list[int]:
-        return [*after, tail[stream]] if stream in tail else after
-
-    for task in tasks:
-        after = [last_of[n] for n in task.after if n in last_of]
-        mine = task.rank == rep
-        if task.peer >= 0:
-            other = firsts[task.peer if mine else task.rank] + (rank - first)
-            source, target = (rank, other) if mine else (other, rank)
-            attributes = {
-                "is_cpu_op": False,
-                "comm_src": source,
-                "comm_dst": target,
-                "comm_tag": task.number,
-                "comm_size": int(task.parts[0].nbytes),
-            }
-            stream = task.stream if mine else f"from {task.rank}"
-            yield Node(
-                number,
-                task.name,
-                SEND if mine else RECV,
-                chain(stream, after if mine else []),
-                0,
-                int(task.begin * 1e6),
-                attributes,
-            )
-            tail[stream] = last_of[task.number] = number
-            number += 1
-            continue
-        for part in _merged(task.parts) if detail == "tasks" else task.parts:
-            fused = bool(part.collective) and part.compute > 0.0
-            for piece in range(slices if fused else 1):
-                share = 1.0 / (slices if fused else 1)
-                if part.compute > 0.0 or not part.collective:
-                    micros = max(round((part.compute or part.seconds) * share * 1e6), 1)
-                    yield Node(
-                        number,
-                        part.name,
-                        COMP,
-                        chain(task.stream, after),
-                        micros,
-                        int(task.begin * 1e6),
-                        {"is_cpu_op": False, "num_ops": 0},
-                    )
-                    tail[task.stream] = number
+    def nodes(self, tasks: list[Task], detail: str) -> Iterator[Node]:
+        last_of: dict[int, int] = {}
+        for task in tasks:
+            after = [last_of[n] for n in task.after if n in last_of]
+            if task.peer >= 0:
+                node = self._message(task, after)
+                last_of[task.number] = node.number
+                yield node
+                continue
+            for part in _merged(task.parts) if detail == "tasks" else task.parts:
+                for node in self._operator(task, part, after):
                     after = []
-                    number += 1
-                if part.collective in COLLECTIVES and part.ranks > 1:
-                    members = _members(part, rank, first, count)
-                    name = groups.setdefault(tuple(members), str(len(groups) + 1))
-                    sized = share / (part.ranks if part.collective == "all_gather" else 1)
-                    attributes = {
-                        "is_cpu_op": False,
-                        "comm_type": COLLECTIVES[part.collective],
-                        "comm_size": max(int(part.nbytes * sized), 1),
-                        "pg_name": name,
-                    }
-                    waits = [tail[task.stream]] if fused else chain(task.stream, after)
-                    yield Node(
-                        number,
-                        f"{part.name} {part.collective} {piece}",
-                        COLL,
-                        waits,
-                        0,
-                        int(task.begin * 1e6),
-                        attributes,
-                    )
-                    if not fused or piece == slices - 1:
-                        tail[task.stream] = number
-                    after = []
-                    number += 1
-        if task.stream in tail:
-            last_of[task.number] = tail[task.stream]
+                    yield node
+            if task.stream in self.tail:
+                last_of[task.number] = self.tail[task.stream]
+
+    def _message(self, task: Task, after: list[int]) -> Node:
+        is_mine = task.rank == self.rep
+        other = self.firsts[task.peer if is_mine else task.rank] + self._place
+        source, target = (self.rank, other) if is_mine else (other, self.rank)
+        attributes = {
+            "comm_src": source,
+            "comm_dst": target,
+            "comm_tag": task.number,
+            "comm_size": int(task.parts[0].nbytes),
+        }
+        if is_mine:
+            return self._node(task, task.name, SEND, after, attributes)
+        return self._node(task, task.name, RECV, [], attributes, stream=f"from {task.rank}")
+
+    def _operator(self, task: Task, part: Part, after: list[int]) -> Iterator[Node]:
+        is_fused = bool(part.collective) and part.compute > 0.0
+        pieces = self.slices if is_fused else 1
+        for piece in range(pieces):
+            if part.compute > 0.0 or not part.collective:
+                micros = max(round((part.compute or part.seconds) / pieces * 1e6), 1)
+                yield self._node(task, part.name, COMP, after, {"num_ops": 0}, micros)
+                after = []
+            if part.collective in COLLECTIVES and part.ranks > 1:
+                group = tuple(self._members(part))
+                share = pieces * (part.ranks if part.collective == "all_gather" else 1)
+                attributes = {
+                    "comm_type": COLLECTIVES[part.collective],
+                    "comm_size": max(int(part.nbytes / share), 1),
+                    "pg_name": self.groups.setdefault(group, str(len(self.groups) + 1)),
+                }
+                name = f"{part.name} {part.collective} {piece}"
+                is_tail = piece == pieces - 1  # meanwhile the next piece is computed
+                yield self._node(task, name, COLL, after, attributes, is_tail=is_tail)
+                after = []
+
+    def _node(
+        self,
+        task: Task,
+        name: str,
+        kind: int,
+        after: list[int],
+        attributes: dict[str, Any],
+        micros: int = 0,
+        stream: str = "",
+        is_tail: bool = True,
+    ) -> Node:
+        """The next node. The one after it in its stream waits for the last node ``is_tail``."""
+        stream = stream or task.stream
+        waits = [*after, self.tail[stream]] if stream in self.tail else after
+        attributes = {"is_cpu_op": False, **attributes}
+        node = Node(self.count, name, kind, waits, micros, int(task.begin * 1e6), attributes)
+        self.count += 1
+        if is_tail:
+            self.tail[stream] = node.number
+        return node
+
+    @property
+    def _place(self) -> int:
+        return self.rank - self.firsts[self.rep]
+
+    def _members(self, part: Part) -> list[int]:
+        """The ranks of the group of a part. Tensor parallel ranks are consecutive, data parallel
+        ranks are a tensor group apart."""
+        first = self.firsts[self.rep]
+        if part.axis == "dp":
+            apart = self.ranks // part.ranks
+            return [first + self._place % apart + apart * i for i in range(part.ranks)]
+        begin = first + self._place // part.ranks * part.ranks
+        return list(range(begin, begin + part.ranks))
 
 
 def _merged(parts: tuple[Part, ...]) -> list[Part]:
@@ -356,21 +361,15 @@ def _merged(parts: tuple[Part, ...]) -> list[Part]:
     for part in parts:
         key = (part.collective, part.axis, part.ranks) if part.collective else ("", "", 1)
         old = found.get(key)
-        sums = [
-            (old.seconds if old else 0.0) + part.seconds,
-            (old.exposed if old else 0.0) + part.exposed,
-            (old.nbytes if old else 0.0) + part.nbytes,
-            (old.compute if old else 0.0) + part.compute,
-        ]
         found[key] = Part(
             part.collective or "compute",
             part.phase,
-            sums[0],
-            sums[1],
+            part.seconds + (old.seconds if old else 0.0),
+            part.exposed + (old.exposed if old else 0.0),
             part.collective,
-            sums[2],
+            part.nbytes + (old.nbytes if old else 0.0),
             part.ranks,
             part.axis,
-            sums[3],
+            part.compute + (old.compute if old else 0.0),
         )
     return list(found.values())

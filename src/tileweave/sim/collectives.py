@@ -260,7 +260,9 @@ def collective_time(
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
     protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph, cluster.device)
-    return _timed(kind, nbytes, group, cluster, protocol, algorithm, slices)
+    seen = view(cluster, protocol.fraction)
+    share = nbytes / slices
+    return time_of(lambda: phases(kind, share, group, seen, protocol, algorithm), seen, slices)
 
 
 def protocol_of(
@@ -312,28 +314,11 @@ def bulk(c: Coefficients) -> Protocol:
     return protocol_of(c, "all_gather", float("inf"), 1 << 20)
 
 
-def _timed(
-    kind: Kind,
-    nbytes: float,
-    group: Group,
-    cluster: Cluster,
-    protocol: Protocol,
-    algorithm: Algorithm,
-    slices: int,
-) -> float:
+def time_of(make: Callable[[], list[Phase]], seen: View, slices: int = 1) -> float:
+    """Seconds of ``slices`` copies of the phases that ``make`` makes, on idle links."""
     env = simpy.Environment()
-    seen = view(cluster, protocol.fraction)
     links = Links(env, seen.capacities)
-    env.run(
-        env.process(
-            run_sliced(
-                env,
-                links,
-                lambda: phases(kind, nbytes / slices, group, seen, protocol, algorithm),
-                slices,
-            )
-        )
-    )
+    env.run(env.process(run_sliced(env, links, make, slices)))
     return float(env.now)
 
 

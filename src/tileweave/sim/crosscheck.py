@@ -21,12 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import simpy
-
 from tileweave.errors import UnsupportedError
-from tileweave.sim.collectives import Group, Kind, Protocol, phases, run_sliced
+from tileweave.sim.collectives import Group, Kind, Protocol, phases, time_of
 from tileweave.sim.machine import Cluster, Network, make_cluster
-from tileweave.sim.network import Links, view
+from tileweave.sim.network import view
 
 _RATE, _SWITCH_LATENCY, _HOP_LATENCY = 45e9, 5e-6, 1.5e-6
 _SECONDS = 300
@@ -90,18 +88,9 @@ def cluster_of(topology: str, nodes: int) -> Cluster:
 
 def ours(kind: Kind, cluster: Cluster, nbytes: float) -> float:
     """Seconds by our model, without the overhead of NCCL."""
-    seen = view(cluster, 1.0)
-    env = simpy.Environment()
-    links = Links(env, seen.capacities)
+    seen, group, plain = view(cluster, 1.0), Group(1, cluster.nodes), Protocol(0.0, 1.0, 0.0)
     algorithm = "ring" if kind == "all_reduce" else "direct"
-    plain = Protocol(0.0, 1.0, 0.0)
-    group = Group(1, cluster.nodes)
-    env.run(
-        env.process(
-            run_sliced(env, links, lambda: phases(kind, nbytes, group, seen, plain, algorithm), 1)
-        )
-    )
-    return float(env.now)
+    return time_of(lambda: phases(kind, nbytes, group, seen, plain, algorithm), seen)
 
 
 def _compare(python: str, kind: Kind, topology: str, nodes: int, nbytes: float) -> Comparison:

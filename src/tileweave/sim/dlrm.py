@@ -20,13 +20,9 @@ from typing import Any
 from tileweave.errors import require
 from tileweave.sim.collectives import Kind, bulk, group_of, phases
 from tileweave.sim.document import (
-    REQUIRED,
-    Reader,
-    Record,
-    Spot,
     checked,
     choice,
-    either,
+    fields_of,
     flag,
     integer,
     items,
@@ -37,7 +33,7 @@ from tileweave.sim.machine import Cluster
 from tileweave.sim.network import view
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline, on_links
-from tileweave.sim.transformer import catalogue
+from tileweave.sim.transformer import models_of
 
 GROUPS = 8  # of tables, whose gradients travel one after the other (kernels/embedding/gradient.py)
 UPDATES = ("tileweave", "torch")
@@ -65,7 +61,7 @@ class Tables:
     dense: int
     bottom: tuple[int, ...]
     top: tuple[int, ...]
-    source: str
+    source: str = "own"
     tables: int = 0
     tables_per_gpu: int = 0
     compress: int = 0
@@ -110,37 +106,27 @@ class Tables:
 
 
 _SIZE = integer(1, 1 << 40)
-_SHAPE: dict[str, tuple[Reader, Any]] = {
-    "tables": (integer(0, 1_000_000), 0),
-    "tables_per_gpu": (integer(0, 10_000), 0),
-    "rows": (_SIZE, REQUIRED),
-    "dim": (integer(1, 65536), REQUIRED),
-    "pooling": (number(1, 10_000, "rows a bag"), REQUIRED),
-    "batch": (integer(0, 1 << 30), 0),
-    "batch_per_gpu": (integer(0, 1 << 24), 0),
-    "dense": (integer(1, 1 << 20), REQUIRED),
-    "bottom": (items(_SIZE), REQUIRED),
-    "top": (items(_SIZE), REQUIRED),
-    "compress": (integer(0, 65536), 0),
-    "itemsize": (integer(1, 8, "bytes"), 2),
-    "cross_layers": (integer(0, 64), 0),
-    "cross_rank": (integer(0, 65536), 0),
-    "source": (text, "own"),
-}
+_SHAPE = fields_of(
+    Tables,
+    tables=integer(0, 1_000_000),
+    tables_per_gpu=integer(0, 10_000),
+    rows=_SIZE,
+    dim=integer(1, 65536),
+    pooling=number(1, 10_000, "rows a bag"),
+    batch=integer(0, 1 << 30),
+    batch_per_gpu=integer(0, 1 << 24),
+    dense=integer(1, 1 << 20),
+    bottom=items(_SIZE),
+    top=items(_SIZE),
+    compress=integer(0, 65536),
+    itemsize=integer(1, 8, "bytes"),
+    cross_layers=integer(0, 64),
+    cross_rank=integer(0, 65536),
+    source=text,
+)
 
 
-def tables_reader(spot: Spot) -> Tables:
-    """The name of a known model, or a mapping."""
-    known = catalogue("dlrm")
-    return either(
-        lambda s: known_tables(choice(tuple(known))(s)),
-        Record(_SHAPE, lambda **f: Tables(name="own model", **f)),
-    )(spot)
-
-
-def known_tables(name: str) -> Tables:
-    """A model of ``data/models.yaml``."""
-    return Record(_SHAPE, lambda **fields: Tables(name=name, **fields))(catalogue("dlrm")[name])
+tables_reader, known_tables = models_of("dlrm", _SHAPE, Tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +147,14 @@ class Dlrm:
     update: str = "tileweave"
 
 
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (tables_reader, REQUIRED),
-    "imbalance": (number(0.0, 10.0), 0.0),
-    "slices": (integer(1, 64), 8),
-    "prefetch": (flag, False),
-    "update": (choice(UPDATES), "tileweave"),
-}
+FIELDS = fields_of(
+    Dlrm,
+    model=tables_reader,
+    imbalance=number(0.0, 10.0),
+    slices=integer(1, 64),
+    prefetch=flag,
+    update=choice(UPDATES),
+)
 
 
 def by_name(model: str, **fields: Any) -> Dlrm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tileweave.files import read_text, short
 
 Reader = Callable[["Spot"], Any]
 REQUIRED = object()
+Fields = Mapping[str, tuple[Reader, Any]]  # name -> (reader, default, or REQUIRED)
 _MOST = 1 << 24  # bytes of a file, which takes seconds for each megabyte
 DEEPEST = 50  # mappings and lists inside each other
 _LONGEST = 60  # characters of a value that a message repeats
@@ -61,8 +62,8 @@ def located(spot: Spot, error: InputError) -> InputError:
     if not said.startswith("asked: "):
         return error
     first = re.match(r"asked: (\w+)", said)
-    fields = spot.node.value if isinstance(spot.node, yaml.MappingNode) else []
-    for key, node in fields:
+    pairs = spot.node.value if isinstance(spot.node, yaml.MappingNode) else []
+    for key, node in pairs:
         if first and key.value == first[1]:
             return InputError(f"{_place(spot.inside(str(key.value), node))}: {said}")
     return InputError(f"{spot.file}: {said}")
@@ -238,12 +239,12 @@ def either(scalar: Reader, compound: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with named fields: name -> (reader, default). ``REQUIRED`` fields have no default.
+    """A mapping with named fields.
 
     ``make`` gets all fields; its errors get the position of the mapping.
     """
 
-    fields: Mapping[str, tuple[Reader, Any]]
+    fields: Fields
     make: Callable[..., Any] = dict
 
     def __call__(self, spot: Spot) -> Any:
@@ -281,7 +282,15 @@ class Record:
             raise InputError(f"{_place(spot)}: {error}") from None
 
 
-def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]]) -> dict[str, Any]:
+def fields_of(record: type, /, **readers: Reader) -> Fields:
+    """The fields of a dataclass that a document may have, with the defaults of the dataclass."""
+    defaults = {
+        one.name: REQUIRED if one.default is MISSING else one.default for one in fields(record)
+    }
+    return {name: (reader, defaults[name]) for name, reader in readers.items()}
+
+
+def checked(values: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Values from elsewhere (a command line, a program), read like the fields of a file."""
     return {
         name: fields[name][0](Spot("", name, yaml.compose(yaml.safe_dump(value))))

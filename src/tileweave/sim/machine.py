@@ -20,6 +20,7 @@ from tileweave.sim.document import (
     Spot,
     choice,
     either,
+    fields_of,
     flag,
     integer,
     items,
@@ -137,30 +138,32 @@ def _square(nodes: int) -> tuple[int, ...]:
 
 
 _RATE = number(1e9, 1e14, "bytes/s")
-_DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
-    "flops": (number(1e12, 1e17, "flop/s"), REQUIRED),
-    "memory_rate": (_RATE, REQUIRED),
-    "num_sms": (integer(1, 4096), REQUIRED),
-    "memory": (number(1e9, 1e13, "bytes"), REQUIRED),
-    "link_rate": (_RATE, REQUIRED),
-    "inside": (choice(("switch", "mesh", "bridge")), REQUIRED),
-    "bridge_rate": (_RATE, 0.0),
-    "l2": (number(1e5, 1e10), 50e6),
-    "multicast": (flag, False),
-    "matmul": (number(0.0, 1.0), 0.0),
-    "gpus_per_node": (integer(1, MOST_PER_NODE), REQUIRED),
-    "source": (text, REQUIRED),
-}
-_NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
-    "nic_rate": (number(1e9, 2e11, "bytes/s (400 Gb/s are 50e9)"), REQUIRED),
-    "fraction": (number(0.05, 1.0), REQUIRED),
-    "latency": (number(0.0, 1e-2, "seconds"), REQUIRED),
-    "topology": (choice(("fat_tree", "rail", "torus")), REQUIRED),
-    "nics": (integer(0, 64), 0),
-    "leaf": (integer(1, 4096, "nodes"), 16),
-    "oversubscription": (number(1.0, 64.0), 1.0),
-    "dims": (items(integer(1, 4096), 8), ()),
-}
+_DEVICE_FIELDS = fields_of(
+    Device,
+    flops=number(1e12, 1e17, "flop/s"),
+    memory_rate=_RATE,
+    num_sms=integer(1, 4096),
+    memory=number(1e9, 1e13, "bytes"),
+    link_rate=_RATE,
+    inside=choice(("switch", "mesh", "bridge")),
+    bridge_rate=_RATE,
+    l2=number(1e5, 1e10),
+    multicast=flag,
+    matmul=number(0.0, 1.0),
+    gpus_per_node=integer(1, MOST_PER_NODE),
+    source=text,
+)
+_NETWORK_FIELDS = fields_of(
+    Network,
+    nic_rate=number(1e9, 2e11, "bytes/s (400 Gb/s are 50e9)"),
+    fraction=number(0.05, 1.0),
+    latency=number(0.0, 1e-2, "seconds"),
+    topology=choice(("fat_tree", "rail", "torus")),
+    nics=integer(0, 64),
+    leaf=integer(1, 4096, "nodes"),
+    oversubscription=number(1.0, 64.0),
+    dims=items(integer(1, 4096), 8),
+)
 
 
 @cache
@@ -286,18 +289,19 @@ def make_cluster(
     return made
 
 
-# Fields that only some topologies use, with their defaults.
-_OF_TOPOLOGY: dict[str, tuple[tuple[Topology, ...], Any]] = {
-    "nics": (("fat_tree", "rail"), 0),
-    "leaf": (("fat_tree",), 16),
-    "oversubscription": (("fat_tree",), 1.0),
-    "dims": (("torus",), ()),
+# Fields that only some topologies use.
+_OF_TOPOLOGY: dict[str, tuple[Topology, ...]] = {
+    "nics": ("fat_tree", "rail"),
+    "leaf": ("fat_tree",),
+    "oversubscription": ("fat_tree",),
+    "dims": ("torus",),
 }
 
 
 def _require_its_own_fields(network: Network) -> None:
     """Refuse a field that would have no effect, since its author expects one."""
-    for name, (where, default) in _OF_TOPOLOGY.items():
+    for name, where in _OF_TOPOLOGY.items():
+        default = _NETWORK_FIELDS[name][1]
         fits = network.topology in where or getattr(network, name) == default
         require(
             fits,

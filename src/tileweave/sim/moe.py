@@ -20,13 +20,10 @@ from tileweave.planning.costs import Costs
 from tileweave.sim import token_exchange
 from tileweave.sim.collectives import group_of
 from tileweave.sim.document import (
-    REQUIRED,
-    Reader,
     Record,
-    Spot,
     checked,
     choice,
-    either,
+    fields_of,
     flag,
     integer,
     number,
@@ -37,7 +34,7 @@ from tileweave.sim.operators import Mode, Operators, OpTime
 from tileweave.sim.serving import HOST, LAYER_PREFILL
 from tileweave.sim.step import Part, Step, Timeline
 from tileweave.sim.token_exchange import Tokens, exchange_time
-from tileweave.sim.transformer import catalogue, require_heads
+from tileweave.sim.transformer import models_of, require_heads
 
 # FP8 matmuls against bf16 ones: the best that MAMF finds on H100, 1402.6 and 794.5 TFLOP/s
 # (stas00/ml-engineering, compute/accelerator).
@@ -79,7 +76,7 @@ class Experts:
     top_k: int
     heads: int
     kv_heads: int
-    source: str
+    source: str = "own"
     head_dim: int = 0
     shared: int = 0
     dense_layers: int = 0
@@ -131,46 +128,29 @@ class Experts:
 
 _SIZE = integer(1, 10_000_000)
 _LATENT = Record(
-    {
-        "queries": (_SIZE, REQUIRED),
-        "keys": (_SIZE, REQUIRED),
-        "rotary": (_SIZE, REQUIRED),
-        "plain": (_SIZE, REQUIRED),
-        "values": (_SIZE, REQUIRED),
-    },
-    Latent,
+    fields_of(Latent, queries=_SIZE, keys=_SIZE, rotary=_SIZE, plain=_SIZE, values=_SIZE), Latent
 )
-_SHAPE: dict[str, tuple[Reader, Any]] = {
-    "layers": (_SIZE, REQUIRED),
-    "hidden": (_SIZE, REQUIRED),
-    "ffn": (_SIZE, REQUIRED),
-    "experts": (_SIZE, REQUIRED),
-    "top_k": (integer(1, 64), REQUIRED),
-    "heads": (_SIZE, REQUIRED),
-    "kv_heads": (_SIZE, REQUIRED),
-    "source": (text, "own"),
-    "head_dim": (integer(0, 65536, "columns (0: hidden / heads)"), 0),
-    "shared": (integer(0, 1024), 0),
-    "dense_layers": (integer(0, 10_000), 0),
-    "dense_ffn": (integer(0, 10_000_000), 0),
-    "vocab": (integer(0, 10_000_000), 0),
-    "node_limit": (integer(0, 65536, "nodes (0: all)"), 0),
-    "latent": (_LATENT, None),
-}
+_SHAPE = fields_of(
+    Experts,
+    layers=_SIZE,
+    hidden=_SIZE,
+    ffn=_SIZE,
+    experts=_SIZE,
+    top_k=integer(1, 64),
+    heads=_SIZE,
+    kv_heads=_SIZE,
+    source=text,
+    head_dim=integer(0, 65536, "columns (0: hidden / heads)"),
+    shared=integer(0, 1024),
+    dense_layers=integer(0, 10_000),
+    dense_ffn=integer(0, 10_000_000),
+    vocab=integer(0, 10_000_000),
+    node_limit=integer(0, 65536, "nodes (0: all)"),
+    latent=_LATENT,
+)
 
 
-def experts_reader(spot: Spot) -> Experts:
-    """The name of a published model, or a mapping."""
-    known = catalogue("moe")
-    return either(
-        lambda s: known_experts(choice(tuple(known))(s)),
-        Record(_SHAPE, lambda **f: Experts(name="own model", **f)),
-    )(spot)
-
-
-def known_experts(name: str) -> Experts:
-    """A published model by name."""
-    return Record(_SHAPE, lambda **fields: Experts(name=name, **fields))(catalogue("moe")[name])
+experts_reader, known_experts = models_of("moe", _SHAPE, Experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +194,19 @@ class MoE:
         return self.model.experts + self.redundant
 
 
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (experts_reader, REQUIRED),
-    "ep": (integer(0, 65536), 0),
-    "tokens": (integer(1, 1 << 24), 4096),
-    "seq": (integer(1, 1 << 24), 4096),
-    "imbalance": (number(0.0, 10.0), 0.0),
-    "phase": (choice(("forward", "prefill", "decode")), "forward"),
-    "exchange": (choice(token_exchange.KINDS), "nccl"),
-    "fp8": (flag, False),
-    "two_batch": (flag, False),
-    "redundant": (integer(0, 65536, "copies of experts"), 0),
-}
+FIELDS = fields_of(
+    MoE,
+    model=experts_reader,
+    ep=integer(0, 65536),
+    tokens=integer(1, 1 << 24),
+    seq=integer(1, 1 << 24),
+    imbalance=number(0.0, 10.0),
+    phase=choice(("forward", "prefill", "decode")),
+    exchange=choice(token_exchange.KINDS),
+    fp8=flag,
+    two_batch=flag,
+    redundant=integer(0, 65536, "copies of experts"),
+)
 
 
 def by_name(model: str, **fields: Any) -> MoE:

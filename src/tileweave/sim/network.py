@@ -157,10 +157,8 @@ def view(cluster: Cluster, inside_fraction: float) -> View:
             capacities[f"pair{distance}"] = device.link_rate * inside_fraction / peers
             density[f"pair{distance}"] = 1.0
     elif device.inside == "bridge":
-        capacities["bridge"], density["bridge"] = (
-            device.bridge_rate * inside_fraction,
-            1.0 / per_node,
-        )
+        capacities["bridge"] = device.bridge_rate * inside_fraction
+        density["bridge"] = 1.0 / per_node
     if cluster.nodes > 1:
         _add_network(cluster, capacities, density)
     return View(cluster, capacities, density)
@@ -223,6 +221,12 @@ def message(seen: View, nbytes: float, source: int, target: int, inside_latency:
     if here // cluster.network.leaf == there // cluster.network.leaf:
         hops = {link: h for link, h in hops.items() if not link.startswith("leaf")}
     return Flow(nbytes, seen.loads(hops), cluster.network.latency)
+
+
+def alone(seen: View, flow: Flow) -> float:
+    """Seconds of a flow on idle links."""
+    rate = max((load / seen.capacities[link] for link, load in flow.loads.items()), default=0.0)
+    return flow.latency + flow.nbytes * rate
 
 
 def _place(cluster: Cluster, node: int) -> list[int]:

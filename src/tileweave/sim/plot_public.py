@@ -60,5 +60,4 @@ def _panel(axes: Axes, name: str, members: Sequence[Judged]) -> None:
     axes.minorticks_off()
     axes.tick_params(length=2)
     axes.set_title(f"{name}: time by the model / published", loc="left", fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)

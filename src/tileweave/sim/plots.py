@@ -20,8 +20,7 @@ _DPI = 130
 def _clean(axes: Axes) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _unit(seconds: float) -> tuple[float, str]:
@@ -101,8 +100,7 @@ def plot_phases(result: Result, path: Path) -> Path:
         frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.28)
     )
     axes.set_title(f"{result.title}, {result.cluster}: simulated", loc="left", fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=_DPI)
     return path
 

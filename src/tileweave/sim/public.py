@@ -30,6 +30,7 @@ from tileweave.sim.document import (
     Spot,
     choice,
     fail,
+    fields_of,
     flag,
     integer,
     items,
@@ -39,6 +40,7 @@ from tileweave.sim.document import (
 )
 from tileweave.sim.machine import Cluster, Device, cluster_reader, device_reader
 from tileweave.sim.operators import Operators
+from tileweave.sim.trust import factors_off
 from tileweave.sim.workload import (
     Scenario,
     operators_for,
@@ -108,9 +110,9 @@ class Exchange:
     hidden: int
     experts: int
     top_k: int
-    node_limit: int
     fp8: bool
     cluster: Cluster
+    node_limit: int = 0
 
     @property
     def _group(self) -> Group:
@@ -316,11 +318,9 @@ def summarise(judged: Sequence[Judged]) -> list[Errors]:
 
 
 def _errors(group: str, what: str, members: Sequence[Judged]) -> Errors:
-    logs = [abs(math.log(1.0 + one.error)) for one in members]
-    worst = max(range(len(members)), key=lambda i: logs[i])
-    mean = math.exp(sum(logs) / len(logs)) - 1.0
-    name = members[worst].figure.name
-    return Errors(group, what, len(members), mean, math.exp(logs[worst]) - 1.0, name)
+    worst = max(members, key=lambda one: abs(math.log(1.0 + one.error)))
+    off = factors_off(one.error for one in members)
+    return Errors(group, what, len(members), *off, worst.figure.name)
 
 
 # --- Reading ---
@@ -374,28 +374,30 @@ _SIZE = integer(1, 1 << 24)
 _SETUPS: dict[str, Reader] = {
     "workload": _step,
     "collective": Record(
-        {
-            "collective": (choice(KINDS), REQUIRED),
-            "bytes": (number(1, 1e13, "bytes"), REQUIRED),
-            "cluster": (cluster_reader, REQUIRED),
-        },
+        fields_of(
+            Collective,
+            collective=choice(KINDS),
+            bytes=number(1, 1e13, "bytes"),
+            cluster=cluster_reader,
+        ),
         Collective,
     ),
     "exchange": Record(
-        {
-            "exchange": (choice(token_exchange.WAYS), REQUIRED),
-            "mode": (choice(("normal", "low_latency")), REQUIRED),
-            "tokens": (_SIZE, REQUIRED),
-            "hidden": (_SIZE, REQUIRED),
-            "experts": (_SIZE, REQUIRED),
-            "top_k": (_SIZE, REQUIRED),
-            "node_limit": (integer(0, 65536), 0),
-            "fp8": (flag, REQUIRED),
-            "cluster": (cluster_reader, REQUIRED),
-        },
+        fields_of(
+            Exchange,
+            exchange=choice(token_exchange.WAYS),
+            mode=choice(("normal", "low_latency")),
+            tokens=_SIZE,
+            hidden=_SIZE,
+            experts=_SIZE,
+            top_k=_SIZE,
+            node_limit=integer(0, 65536),
+            fp8=flag,
+            cluster=cluster_reader,
+        ),
         Exchange,
     ),
-    "matmul": Record({"matmul": (_shape, REQUIRED), "device": (device_reader, REQUIRED)}, Matmul),
+    "matmul": Record(fields_of(Matmul, matmul=_shape, device=device_reader), Matmul),
 }
 
 

@@ -24,7 +24,7 @@ from tileweave.sim.chakra import COLL, COLLECTIVES, COMP, RECV, SEND, Node, read
 from tileweave.sim.collectives import Group, bulk, collective_time, group_on
 from tileweave.sim.document import shown
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
-from tileweave.sim.network import message, view
+from tileweave.sim.network import alone, message, view
 from tileweave.sim.step import Part, Step, Timeline
 
 _KINDS: dict[int, Any] = {number: kind for kind, number in COLLECTIVES.items()}
@@ -345,6 +345,4 @@ class _Replay:
     def _message(self, source: int, target: int, nbytes: float) -> float:
         """Seconds of one message, over the same links as in simulated training."""
         flow = message(self.seen, nbytes, source, target, self.protocol.latency)
-        return flow.latency + nbytes * max(
-            load / self.seen.capacities[link] for link, load in flow.loads.items()
-        )
+        return alone(self.seen, flow)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from tileweave.planning.costs import Calibration, load_calibration
 from tileweave.sim.dlrm import Dlrm
-from tileweave.sim.machine import Cluster
 from tileweave.sim.moe import MoE
 from tileweave.sim.step import Result
 from tileweave.sim.workload import Scenario, simulate_all
 
+Change = Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]
 _LATENCIES = ("push_latency", "copy_latency", "signal")
 
 
@@ -29,9 +29,7 @@ class Variant:
         return 1.0 - self.fused / self.unfused
 
 
-def variants(
-    scenario: Scenario,
-) -> list[tuple[str, Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]]]:
+def variants(scenario: Scenario) -> list[tuple[str, Change]]:
     """The changes, one at a time."""
     found = [
         ("links inside nodes x 0.5", _rates(0.5, 1.0)),
@@ -73,13 +71,6 @@ def sensitivity(
     return found
 
 
-Change = Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]
-
-
-def _cluster(scenario: Scenario, cluster: Cluster) -> Scenario:
-    return replace(scenario, cluster=cluster)
-
-
 def _rates(inside: float, between: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         cluster = scenario.cluster
@@ -89,22 +80,20 @@ def _rates(inside: float, between: float) -> Change:
             bridge_rate=cluster.device.bridge_rate * inside,
         )
         network = replace(cluster.network, nic_rate=cluster.network.nic_rate * between)
-        return _cluster(scenario, replace(cluster, device=device, network=network)), calibration
+        changed = replace(cluster, device=device, network=network)
+        return replace(scenario, cluster=changed), calibration
 
     return change
 
 
 def _latency(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
-        network = replace(
-            scenario.cluster.network, latency=scenario.cluster.network.latency * factor
-        )
+        cluster, network = scenario.cluster, scenario.cluster.network
+        cluster = replace(cluster, network=replace(network, latency=network.latency * factor))
         c = calibration.coefficients
         curves = tuple(replace(curve, latency=curve.latency * factor) for curve in c.nccl)
         slower = replace(c, nccl=curves, **{name: getattr(c, name) * factor for name in _LATENCIES})
-        return _cluster(scenario, replace(scenario.cluster, network=network)), replace(
-            calibration, coefficients=slower
-        )
+        return replace(scenario, cluster=cluster), replace(calibration, coefficients=slower)
 
     return change
 
@@ -113,10 +102,8 @@ def _matmul(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         c = calibration.coefficients
         names = ("matmul_flops", "matmul_feed", "fused_feed")
-        return scenario, replace(
-            calibration,
-            coefficients=replace(c, **{name: getattr(c, name) * factor for name in names}),
-        )
+        faster = replace(c, **{name: getattr(c, name) * factor for name in names})
+        return scenario, replace(calibration, coefficients=faster)
 
     return change
 
@@ -128,7 +115,8 @@ def _slow(factor: float) -> Change:
         slower = replace(
             device, flops=device.flops / factor, memory_rate=device.memory_rate / factor
         )
-        return _cluster(scenario, replace(scenario.cluster, device=slower)), calibration
+        cluster = replace(scenario.cluster, device=slower)
+        return replace(scenario, cluster=cluster), calibration
 
     return change
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import Group, bulk
-from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
+from tileweave.sim.document import checked, choice, fields_of, flag, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, message, view
 from tileweave.sim.operators import Mode, Operators
@@ -75,17 +75,18 @@ class Serving:
         return self.seq + self.output
 
 
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (model_reader, REQUIRED),
-    "tp": (integer(1, 64), 4),
-    "phase": (choice(("prefill", "decode", "generate")), "prefill"),
-    "batch": (integer(1, 65536), 8),
-    "seq": (integer(1, 1 << 24), 2048),
-    "pp": (integer(1, 1024), 1),
-    "output": (integer(0, 1 << 24, "tokens"), 0),
-    "all_reduce": (choice(("engine", "nccl")), "engine"),
-    "grouped_queries": (flag, True),
-}
+FIELDS = fields_of(
+    Serving,
+    model=model_reader,
+    tp=integer(1, 64),
+    phase=choice(("prefill", "decode", "generate")),
+    batch=integer(1, 65536),
+    seq=integer(1, 1 << 24),
+    pp=integer(1, 1024),
+    output=integer(0, 1 << 24, "tokens"),
+    all_reduce=choice(("engine", "nccl")),
+    grouped_queries=flag,
+)
 
 
 def by_name(model: str, **fields: Any) -> Serving:

@@ -97,27 +97,20 @@ class Timeline:
         """Seconds by phase on the busiest representative, including ``exposed communication`` and
         ``idle``; they add up to the whole."""
         rank, found = self.busiest(), defaultdict(float)
-        computing = sorted(
-            (t.begin, t.end)
-            for t in self.tasks
-            if t.rank == rank and t.kind != "comm" and t.end > t.begin
-        )
-        for task in self.tasks:
-            if task.rank != rank or task.kind == "comm":
+        mine = [task for task in self.tasks if task.rank == rank]
+        sending = sorted((t.begin, t.end) for t in mine if t.kind == "comm")
+        computing = sorted((t.begin, t.end) for t in mine if t.kind != "comm")
+        for task in mine:
+            if task.kind == "comm":
                 continue
             total = sum(part.seconds for part in task.parts)
             scale = (task.end - task.begin) / total if total > 0.0 else 0.0
             for part in task.parts:
                 found[part.phase] += (part.seconds - part.exposed) * scale
                 found["exposed communication"] += part.exposed * scale
-        sending = sorted(
-            (t.begin, t.end)
-            for t in self.tasks
-            if t.rank == rank and t.kind == "comm" and t.end > t.begin
-        )
-        alone = _covered(sending) + _covered(computing) - _covered(sorted(sending + computing))
-        found["exposed communication"] += _covered(sending) - alone
-        found["idle"] = self.seconds - _covered(sorted(sending + computing))
+        busy = _covered(sorted(sending + computing))
+        found["exposed communication"] += busy - _covered(computing)
+        found["idle"] = self.seconds - busy
         return {phase: time for phase, time in found.items() if time > 1e-12}
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import bulk, group_of, phases, protocol_of
-from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
+from tileweave.sim.document import checked, choice, fields_of, flag, integer
 from tileweave.sim.machine import Cluster
-from tileweave.sim.network import View, message, view
+from tileweave.sim.network import View, alone, message, view
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.schedules import Work, one_f_one_b, zero_bubble
 from tileweave.sim.step import Part, Step, Timeline, between, on_links
@@ -82,24 +82,25 @@ class Training:
         return 4.0 if self.gradients == "fp32" else 2.0
 
 
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (model_reader, REQUIRED),
-    "tp": (integer(1, 64), 8),
-    "pp": (integer(1, 1024), 1),
-    "dp": (integer(0, 65536), 0),
-    "global_batch": (integer(0, 1_000_000, "samples (0: 8 micro-batches a stage)"), 0),
-    "micro_batch": (integer(1, 1024), 1),
-    "seq": (integer(0, 1 << 24, "tokens (0: the model's own)"), 0),
-    "recompute": (choice(("none", "selective", "full")), "none"),
-    "overlap_gradients": (flag, True),
-    "virtual_pipeline": (integer(1, 64, "parts of the model on each stage"), 1),
-    "context_parallel": (integer(1, 64, "ranks"), 1),
-    "schedule": (choice(("1f1b", "zero_bubble")), "1f1b"),
-    "gradients": (choice(("fp32", "bf16")), "fp32"),
-    "sharding": (choice(SHARDINGS), "optimizer"),
-    "attention": (choice(("fused", "unfused")), "fused"),
-    "sequence_parallel": (flag, True),
-}
+FIELDS = fields_of(
+    Training,
+    model=model_reader,
+    tp=integer(1, 64),
+    pp=integer(1, 1024),
+    dp=integer(0, 65536),
+    global_batch=integer(0, 1_000_000, "samples (0: 8 micro-batches a stage)"),
+    micro_batch=integer(1, 1024),
+    seq=integer(0, 1 << 24, "tokens (0: the model's own)"),
+    recompute=choice(("none", "selective", "full")),
+    overlap_gradients=flag,
+    virtual_pipeline=integer(1, 64, "parts of the model on each stage"),
+    context_parallel=integer(1, 64, "ranks"),
+    schedule=choice(("1f1b", "zero_bubble")),
+    gradients=choice(("fp32", "bf16")),
+    sharding=choice(SHARDINGS),
+    attention=choice(("fused", "unfused")),
+    sequence_parallel=flag,
+)
 
 
 def by_name(model: str, **fields: Any) -> Training:
@@ -473,12 +474,12 @@ class _Builder:
 
         # Only messages of the first and the last micro-batch share links with collectives of data
         # parallel ranks, and on a torus messages with each other.
-        alone = (
+        idle = (
             0 < micro < self.plan.micro_batches - 1
             and self.cluster.network.topology != "torus"
             and self.t.sharding in ("none", "optimizer")
         )
-        seconds = self._alone(*ends) if alone else 0.0
+        seconds = self._alone(*ends) if idle else 0.0
         part = Part(f"send {what}", "pipeline", seconds, 0.0, "send", self.message, 2, "pp")
         self.sent[what, place, micro] = self.step.add(
             stage,
@@ -487,7 +488,7 @@ class _Builder:
             [part],
             [after],
             "comm",
-            None if alone else make,
+            None if idle else make,
             other,
         )
 
@@ -495,11 +496,7 @@ class _Builder:
         """Seconds of a message on idle links."""
         if (first, other) not in self.messages:
             flow = message(self.seen, self.message, first, other, self.protocol.latency)
-            rate = max(
-                (load / self.seen.capacities[link] for link, load in flow.loads.items()),
-                default=0.0,
-            )
-            self.messages[first, other] = flow.latency + flow.nbytes * rate
+            self.messages[first, other] = alone(self.seen, flow)
         return self.messages[first, other]
 
     def _update(self, stage: int) -> None:

@@ -6,23 +6,23 @@ parallel, arXiv 2205.05198) or all-reduce them. M = rows of all ranks of the ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import TypeVar
 
 from tileweave.errors import require
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.sim.collectives import Group
 from tileweave.sim.document import (
-    REQUIRED,
-    Reader,
+    Fields,
     Record,
     Spot,
     choice,
     either,
+    fields_of,
     flag,
     integer,
     mapping_of,
@@ -45,9 +45,9 @@ class Model:
     heads: int
     kv_heads: int
     vocab: int
-    gated: bool
-    seq: int
-    source: str
+    gated: bool = True
+    seq: int = 4096
+    source: str = "own"
 
     def __post_init__(self) -> None:
         require_heads(self.hidden, self.heads, self.kv_heads)
@@ -93,18 +93,20 @@ def require_heads(
     )
 
 
+T = TypeVar("T")
 _SIZE = integer(1, 10_000_000)
-FIELDS: dict[str, tuple[Reader, Any]] = {
-    "layers": (_SIZE, REQUIRED),
-    "hidden": (_SIZE, REQUIRED),
-    "ffn": (_SIZE, REQUIRED),
-    "heads": (_SIZE, REQUIRED),
-    "kv_heads": (_SIZE, REQUIRED),
-    "vocab": (_SIZE, REQUIRED),
-    "gated": (flag, True),
-    "seq": (_SIZE, 4096),
-    "source": (text, "own"),
-}
+FIELDS = fields_of(
+    Model,
+    layers=_SIZE,
+    hidden=_SIZE,
+    ffn=_SIZE,
+    heads=_SIZE,
+    kv_heads=_SIZE,
+    vocab=_SIZE,
+    gated=flag,
+    seq=_SIZE,
+    source=text,
+)
 
 
 @cache
@@ -116,22 +118,24 @@ def catalogue(kind: str) -> dict[str, Spot]:
     return mapping_of(lambda spot: spot)(whole[kind])
 
 
-def model_reader(spot: Spot) -> Model:
-    """The name of a published model, or a mapping with its sizes."""
-    known = catalogue("transformers")
-    return either(
-        lambda s: known_model(choice(tuple(known))(s)),
-        Record(FIELDS, lambda **fields: Model(name="own model", **fields)),
-    )(spot)
+def models_of(
+    kind: str, fields: Fields, make: Callable[..., T]
+) -> tuple[Callable[[Spot], T], Callable[[str], T]]:
+    """Two functions of one kind of models: a reader of a published one's name or a mapping of
+    sizes, and a published one by name. ``make`` gets the sizes and ``name``."""
+
+    def known(name: str) -> T:
+        return Record(fields, partial(make, name=name))(catalogue(kind)[name])
+
+    def read(spot: Spot) -> T:
+        named = choice(tuple(catalogue(kind)))
+        own = Record(fields, partial(make, name="own model"))
+        return either(lambda s: known(named(s)), own)(spot)
+
+    return read, known
 
 
-def known_model(name: str) -> Model:
-    """A published model by name."""
-    return Record(FIELDS, lambda **fields: Model(name=name, **fields))(
-        catalogue("transformers")[name]
-    )
-
-
+model_reader, known_model = models_of("transformers", FIELDS, Model)
 ALONE = Group(1)
 
 

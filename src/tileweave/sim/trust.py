@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from tileweave.planning.costs import Calibration, load_calibration
 from tileweave.sim.cells import Cell
@@ -84,10 +85,15 @@ def summarise(judged: Sequence[Judged], side: str | None) -> list[Summary]:
 
 def _summary(name: str, members: Sequence[Judged]) -> Summary:
     worst = max(members, key=lambda one: abs(math.log(1.0 + one.error)))
-    mean = math.exp(sum(abs(math.log(1.0 + one.error)) for one in members) / len(members)) - 1.0
-    return Summary(
-        name, len(members), mean, math.exp(abs(math.log(1.0 + worst.error))) - 1.0, str(worst.cell)
-    )
+    off = factors_off(one.error for one in members)
+    return Summary(name, len(members), *off, str(worst.cell))
+
+
+def factors_off(errors: Iterable[float]) -> tuple[float, float]:
+    """The factors by which relative errors (0.05: 5 % too large) are off, minus one: their
+    geometric mean, and the worst."""
+    logs = [abs(math.log(1.0 + error)) for error in errors]
+    return math.exp(sum(logs) / len(logs)) - 1.0, math.exp(max(logs)) - 1.0
 
 
 def repeatability(cells: Sequence[Cell]) -> tuple[int, float, float]:
@@ -96,15 +102,8 @@ def repeatability(cells: Sequence[Cell]) -> tuple[int, float, float]:
     groups: dict[tuple[str, str, str, int, bool], list[float]] = defaultdict(list)
     for cell in cells:
         groups[cell.op, cell.quantity, cell.key, cell.world_size, cell.graph].append(cell.seconds)
-    logs = [
-        abs(math.log(a / b))
-        for times in groups.values()
-        for i, a in enumerate(times)
-        for b in times[:i]
-    ]
-    if not logs:
-        return 0, math.nan, math.nan
-    return len(logs), math.exp(sum(logs) / len(logs)) - 1.0, math.exp(max(logs)) - 1.0
+    apart = [a / b - 1.0 for times in groups.values() for a, b in combinations(times, 2)]
+    return (len(apart), *factors_off(apart)) if apart else (0, math.nan, math.nan)
 
 
 # --- Published tables ---
@@ -184,10 +183,8 @@ def _pooled(ops: Operators, pooling: int) -> OpTime:
 
 def _overlaps(ops: Operators, m: int) -> Iterable[float]:
     """E_overlap of both matmuls of a GPT-3 MLP on eight ranks."""
-    gather, scatter = (
-        ops.all_gather_matmul(8, m, 6144, 12288),
-        ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144),
-    )
+    gather = ops.all_gather_matmul(8, m, 6144, 12288)
+    scatter = ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144)
     yield _overlap(gather, ops.fused_all_gather_matmul(8, m, 6144, 12288))
     yield _overlap(scatter, ops.fused_matmul_scatter("reduce_scatter", 8, m, 12288, 6144))
 

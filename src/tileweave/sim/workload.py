@@ -15,21 +15,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tileweave.planning.costs import Calibration
 from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.sim import dlrm, memory, moe, serving, training
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
+from tileweave.sim.document import REQUIRED, Fields, Record, Spot, choice, fail, open_document
 from tileweave.sim.machine import Cluster, cluster_reader, make_cluster
 from tileweave.sim.operators import MODES, Mode, Operators
 from tileweave.sim.step import Result, Timeline
 
 Workload = training.Training | serving.Serving | moe.MoE | dlrm.Dlrm
 KINDS = ("train", "serve", "moe", "dlrm")
-_FIELDS: dict[str, tuple[dict[str, tuple[Reader, Any]], Callable[..., Workload]]] = {
+_FIELDS: dict[str, tuple[Fields, Callable[..., Workload]]] = {
     "train": (training.FIELDS, training.Training),
     "serve": (serving.FIELDS, serving.Serving),
     "moe": (moe.FIELDS, moe.MoE),

@@ -7,7 +7,8 @@ host does not. The unfused path is always one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+import torch
 
 from tileweave.bench.cases import Case
 from tileweave.bench.rivals import OURS
@@ -21,29 +22,15 @@ from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.profile.timing import measure
 
-UNFUSED_PATH = "unfused"
 FP8 = "float8_e4m3fn"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A measurement, and what it was compared with.
-
-    wrong : candidates whose result is not right, with the error; they have no time.
-    rivals : microseconds of other functions, by name.
-    """
-
-    measurement: Measurement
-    wrong: dict[MatmulConfig | None, float] = field(default_factory=dict)
-    rivals: dict[str, float] = field(default_factory=dict)
-
-
-def problem_of(case: Case, world_size: int, itemsize: int = 2) -> Problem:
-    """The problem that the operator plans for ``case``; ``itemsize`` of 16 or 32 bits."""
+def problem_of(case: Case, world_size: int) -> Problem:
+    """The problem that the operator plans for ``case``."""
     sizes = (world_size, *case.shard(world_size))
     if case.scales:
         return Problem(*sizes, 1, FP8, scales=case.scales)
-    return Problem(*sizes, itemsize, case.dtype)
+    return Problem(*sizes, getattr(torch, case.dtype).itemsize, case.dtype)
 
 
 def measure_case(
@@ -51,26 +38,24 @@ def measure_case(
     case: Case,
     seed: int,
     *,
-    rivals: tuple[str, ...] = (),
     only: Iterable[MatmulConfig] | None = None,
     repeats: int = 5,
     progress: Callable[[str], object] | None = None,
-) -> Measured:
-    """Time every candidate of ``case``. Collective; all ranks get the same result.
+) -> tuple[Measurement, dict[MatmulConfig | None, float]]:
+    """Time every candidate of ``case``. Collective; all ranks get the same result: the measurement,
+    and the candidates whose result is not right, with their errors; they have no time.
 
     Parameters
     ----------
-    rivals : names of other functions to time with them, of ``bench.rivals``.
-
     only : candidates to time, besides the unfused path. None: all that can run.
 
     repeats : timed repeats of each.
     """
     from tileweave.ops.core.registry import machine_of
 
-    made = samples_of(case.op).rival(case, member, (OURS, *rivals), seed)
+    made = samples_of(case.op).rival(case, member, (OURS,), seed)
     ours, device = made.functions[OURS], member.device
-    problem = problem_of(case, member.world_size, made.dtype.itemsize)
+    problem = problem_of(case, member.world_size)
     found = candidates(case.op, problem, machine_of(device)) if only is None else only
     configs: list[MatmulConfig | None] = [None, *found]
     wrong: dict[MatmulConfig | None, float] = {}
@@ -84,18 +69,16 @@ def measure_case(
         if error > TOLERANCE[made.dtype]:
             wrong[config] = error
             continue
-        name = UNFUSED_PATH if config is None else f"{number}: {config}"
+        name = "unfused" if config is None else f"{number}: {config}"
         by_name[name] = config
         functions[name] = _forcing(case.op, config, ours)
-    functions |= {name: made.functions[name] for name in rivals if name in made.functions}
     timings = measure(
         functions, member.group, device, repeats=repeats, graph=True, progress=progress
     )
     del functions, made, ours
     forget_case(member)
-    us = {by_name[name]: t.median_us for name, t in timings.items() if name in by_name}
-    others = {name: t.median_us for name, t in timings.items() if name not in by_name}
-    return Measured(Measurement(case.op, problem, us), wrong, others)
+    us = {by_name[name]: timing.median_us for name, timing in timings.items()}
+    return Measurement(case.op, problem, us), wrong
 
 
 def _forcing(

@@ -103,12 +103,14 @@ def tune_case(
 ) -> tuple[Measurement, Row]:
     """Measure one shape, and plan by it from now on. Collective."""
     device = member.device
-    problem = problem_of(case, member.world_size, _itemsize(case))
+    problem = problem_of(case, member.world_size)
     before = _plan(case.op, problem, member)
     known = (*candidates(case.op, problem, machine_of(device)), before.config)
     configs = tuple(dict.fromkeys(config for config in known if config is not None))
-    found = measure_case(member, case, seed, only=configs, repeats=repeats, progress=progress)
-    measured = _of_rank_0(member, found.measurement)
+    found, wrong = measure_case(
+        member, case, seed, only=configs, repeats=repeats, progress=progress
+    )
+    measured = _as_on_rank_0(member, found)
     tuned_choices.add(device, member.world_size, [measured])
     fastest, us = measured.fastest(), measured.us
     row = Row(
@@ -121,15 +123,9 @@ def tune_case(
         us[fastest],
         us[None],
         len(configs) + 1,
-        tuple(_named(config) for config in found.wrong),
+        tuple(_named(config) for config in wrong),
     )
     return measured, row
-
-
-def _itemsize(case: Case) -> int:
-    import torch
-
-    return getattr(torch, case.dtype).itemsize
 
 
 def _plan(op: str, problem: Problem, member: Member) -> Plan[MatmulConfig]:
@@ -138,13 +134,18 @@ def _plan(op: str, problem: Problem, member: Member) -> Plan[MatmulConfig]:
     return planner(problem, machine_of(member.device), interpreting())
 
 
-def _of_rank_0(member: Member, found: Measurement) -> Measurement:
+def _of_rank_0(member: Member, mine: Any) -> Any:
+    """What rank 0 has, on every rank. Collective."""
+    told = [mine]
+    device = member.device if member.on_gpu else None
+    dist.broadcast_object_list(told, group_src=0, group=member.group, device=device)
+    return told[0]
+
+
+def _as_on_rank_0(member: Member, found: Measurement) -> Measurement:
     """The times of rank 0, on every rank, as a file keeps them."""
-    mine: list[Any] = [dict(found.us)]
-    dist.broadcast_object_list(
-        mine, group_src=0, group=member.group, device=member.device if member.on_gpu else None
-    )
-    times = {config: round(us, 2) for config, us in mine[0].items() if math.isfinite(us)}
+    measured = _of_rank_0(member, dict(found.us))
+    times = {config: round(us, 2) for config, us in measured.items() if math.isfinite(us)}
     times = {config: us for config, us in times.items() if us > 0}
     if None not in times:
         raise UnsupportedError(
@@ -164,14 +165,12 @@ def _named(config: MatmulConfig | None) -> str:
 
 def on_rank_0(member: Member, act: Callable[[], object]) -> None:
     """Act on rank 0; an error of its input is raised on every rank."""
-    said: list[Any] = [""]
+    said = ""
     if member.rank == 0:
         try:
             act()
         except InputError as error:
-            said = [str(error)]
-    dist.broadcast_object_list(
-        said, group_src=0, group=member.group, device=member.device if member.on_gpu else None
-    )
-    if said[0]:
-        raise InputError(said[0])
+            said = str(error)
+    said = _of_rank_0(member, said)
+    if said:
+        raise InputError(said)

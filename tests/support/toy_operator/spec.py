@@ -19,7 +19,7 @@ from tileweave.bench.cases import Case, smoke_cases
 from tileweave.bench.rivals import OURS, UNFUSED, Rivals
 from tileweave.bench.run import BENCHED
 from tileweave.bench.samples import Checked, DemoCase, Samples, Stressed, shapes
-from tileweave.bench.subjects import Shape, normal
+from tileweave.bench.subjects import Draw, Shape
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.registration import register
@@ -135,21 +135,11 @@ class ScaleAllReduce:
     op = OP
     options: ClassVar[dict[str, int]] = {}
 
-    def draw(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-        seed: int,
-        bias: bool,
-    ) -> Operands:
+    def draw(self, shape: Shape, draw: Draw) -> Operands:
         sizes = (shape.rows, shape.cols)
-        xs = [normal(sizes, 1.0, dtype, device, seed, r) for r in range(size)]
-        w = normal(sizes[1:], 1.0, dtype, device, seed, 100)
-        b = normal(sizes[1:], 1.0, dtype, device, seed, 101) if bias else None
-        return Operands(xs[rank], w, b, torch.stack(xs).float().sum(0))
+        xs = [draw.normal(sizes, 1.0, r) for r in draw.ranks]
+        w, bias = draw.normal(sizes[1:], 1.0, 100), draw.biases(shape.cols, 101)
+        return Operands(xs[draw.rank], w, bias, torch.stack(xs).float().sum(0))
 
     def call(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -14,6 +12,7 @@ from tileweave.bench.cases import (
     Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -35,11 +34,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     """
     scale = 1 if on_gpu else 32
     prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
-    hidden, qkv, gate_up = (
-        4096 // scale,
-        6144 // scale // world_size,
-        2 * 14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    qkv = 6144 // scale // world_size
+    gate_up = 2 * 14336 // scale // world_size
     odd_rows, odd_cols, odd_depth = (1021, 1000, 1240) if on_gpu else (67, 50, 100)
     half = torch.bfloat16 if on_gpu else torch.float16
     first = torch.float16 if on_gpu else torch.float32
@@ -81,15 +78,9 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *LAYERS[layer], False, "large")
-            for m, layer in product(LARGE, LAYERS)
-        ),
+        *layer_cases(OP, LAYERS, LARGE, False, "large"),
         Case(OP, "odd-m4084", 4 * 1021, 4 * 2500, 5000, False, "odd"),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *LAYERS[layer], True, "small")
-            for m, layer in product(SMALL, LAYERS)
-        ),
+        *layer_cases(OP, LAYERS, SMALL, True, "small"),
         *fp8_cases(OP, LAYERS, LARGE, SMALL[:-1]),
     ],
     smoke=[*smoke_cases(OP, (256, 256, 128), (32, 128, 96)), fp8_smoke(OP, 64, 384, 128)],

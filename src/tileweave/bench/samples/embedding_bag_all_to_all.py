@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tileweave.bench import random_cases
-from tileweave.bench.embedding import EmbeddingRivals
+from tileweave.bench.embedding import BENCHED, EmbeddingRivals
 from tileweave.bench.embedding_cases import CASES, OP, QUICK, SMOKE
-from tileweave.bench.embedding_run import BENCHED
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
 from tileweave.bench.samples import Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import Shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -11,9 +9,9 @@ from tileweave.bench.cases import (
     DECODE_LAYERS,
     FEW,
     GEMV,
-    Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -33,11 +31,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     With the residual and the norm that follow in serving.
     """
     scale = 1 if on_gpu else 32
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    attention = 4096 // scale // world_size
+    mlp = 14336 // scale // world_size
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
     many = 256 if on_gpu else 64
@@ -72,14 +68,8 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *DECODE_LAYERS[layer], True, "gemv")
-            for m, layer in product(GEMV, DECODE_LAYERS)
-        ),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *DECODE_LAYERS[layer], True, "small")
-            for m, layer in product(FEW, DECODE_LAYERS)
-        ),
+        *layer_cases(OP, DECODE_LAYERS, GEMV, True, "gemv"),
+        *layer_cases(OP, DECODE_LAYERS, FEW, True, "small"),
         *fp8_cases(OP, DECODE_LAYERS, (), (*GEMV, *FEW)),
     ],
     smoke=[*smoke_cases(OP, (1, 128, 256), (64, 96, 128), graph=True), fp8_smoke(OP, 16, 96, 256)],

@@ -3,8 +3,6 @@ rank."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from tileweave.bench import random_cases
@@ -15,6 +13,7 @@ from tileweave.bench.cases import (
     Case,
     fp8_cases,
     fp8_smoke,
+    layer_cases,
     smoke_cases,
     typical_plans,
 )
@@ -35,11 +34,9 @@ def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
     """
     scale = 1 if on_gpu else 32
     prefill, chunk = (2048, 128) if on_gpu else (32, 16)
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
+    hidden = 4096 // scale
+    attention = 4096 // scale // world_size
+    mlp = 14336 // scale // world_size
     odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
@@ -71,15 +68,9 @@ SAMPLES = Samples(
     demo=_demo,
     bench=BENCHED,
     cases=[
-        *(
-            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], False, "large")
-            for m, layer in product(LARGE, ROW_LAYERS)
-        ),
+        *layer_cases(OP, ROW_LAYERS, LARGE, False, "large"),
         Case(OP, "odd-m4084", 4 * 1021, 2500, 4 * 5000, False, "odd"),
-        *(
-            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small")
-            for m, layer in product(SMALL, ROW_LAYERS)
-        ),
+        *layer_cases(OP, ROW_LAYERS, SMALL, True, "small"),
         *fp8_cases(OP, ROW_LAYERS, LARGE, SMALL[:-1]),
     ],
     smoke=[*smoke_cases(OP, (256, 64, 256), (32, 96, 128)), fp8_smoke(OP, 64, 96, 256)],
