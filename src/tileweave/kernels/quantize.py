@@ -133,7 +133,8 @@ def quantize_kernel(
 def quantize_launcher(
     rows: int, depth: int, in_blocks: bool, powers: bool = False, pitch: Pitch | None = None
 ) -> Launcher:
-    """Launches for x [rows, depth], contiguous, called with x, data as uint8, and the scales.
+    """Launches for x [rows, depth], contiguous, called with x, data of one byte each, and the
+    scales.
 
     in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
     powers : scales are powers of two.
@@ -143,12 +144,13 @@ def quantize_launcher(
     block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
 
     def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> Call:
-        words = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+        words = source, target, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
 
         def changing() -> dict[str, Any]:
-            return {"x": x, "data": data, "scale": scale}
+            return {"x": x, "data": data.view(torch.uint8), "scale": scale}
 
-        return Call((x.dtype, *(word % 16 == 0 for word in words)), words, changing)
+        variant = x.dtype, source % 16 == 0, target % 16 == 0, scales % 16 == 0
+        return Call(variant, words, changing)
 
     fixed = {
         "pitch": pitch.data,
@@ -240,7 +242,7 @@ def turn_kernel(
 
 def columns_launchers(rows: int, cols: int, pitch: int, whole: bool) -> tuple[Launcher, Launcher]:
     """Launches for x [rows, cols], contiguous. The first is called with x and the maxima, int32
-    zeros, [cols] or [1]; the second with these, data as uint8 [cols, pitch] and the scales.
+    zeros, [cols] or [1]; the second with these, data [cols, pitch] of one byte each and the scales.
 
     pitch : ``rows`` or more.
     whole : one scale for all of x.
@@ -251,9 +253,11 @@ def columns_launchers(rows: int, cols: int, pitch: int, whole: bool) -> tuple[La
         words = tuple(t.data_ptr() for t in tensors)
 
         def changing() -> dict[str, Any]:
-            return dict(zip(("x", "greatest", "data", "scale"), tensors, strict=False))
+            x, greatest, *made = tensors
+            found = {"x": x, "greatest": greatest}
+            return found | {"data": made[0].view(torch.uint8), "scale": made[1]} if made else found
 
-        return Call((tensors[0].dtype, *(word % 16 == 0 for word in words)), words, changing)
+        return Call((tensors[0].dtype, *[word % 16 == 0 for word in words]), words, changing)
 
     maxima = Launcher(
         maxima_kernel,

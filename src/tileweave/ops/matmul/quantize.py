@@ -91,11 +91,11 @@ def quantize_rows(
     if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and interpreting())):
         data, scale = _in_torch(x, kind, powers)
         return data, scale.t().contiguous() if in_blocks else scale.view(-1)
-    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    data = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
     shape = (blocks(depth), rows) if in_blocks else (rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     _launcher(rows, depth, in_blocks, powers, x.get_device())(x, data, scale)
-    return data.view(FP8), scale
+    return data, scale
 
 
 def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,13 +107,13 @@ def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor
         data = pad((data.t() if whole else data).contiguous().view(torch.uint8), (0, more))
         return data.view(FP8), scale.view(-1)
     x = x.contiguous()
-    data = torch.empty((cols, rows + more), dtype=torch.uint8, device=x.device)
+    data = torch.empty((cols, rows + more), dtype=FP8, device=x.device)
     greatest = torch.zeros(1 if whole else cols, dtype=torch.int32, device=x.device)
     scale = torch.empty(greatest.shape, dtype=torch.float32, device=x.device)
     find, turn = _columns_launchers(rows, cols, rows + more, whole, x.get_device())
     find(x, greatest)
     turn(x, greatest, data, scale)
-    return data.view(FP8), scale
+    return data, scale
 
 
 @lru_cache(maxsize=1024)
