@@ -328,9 +328,15 @@ def turned(me: Member) -> None:
                 finite if whole else finite.t(), "tensor" if whole else "row", powers=True
             )
             want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
+            wide = wide.view(1, -1).expand(1, cols)
             for a, b in ((data, scale), found):
-                assert torch.equal(b.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0))
+                assert torch.equal(b.nan_to_num(7.0), wide.nan_to_num(7.0))
                 assert torch.equal(a.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, whole)
+        other = x[:, 16:32] * 3
+        data, scale, of_other, other_scale = quantize.quantize_both_columns(x, other)
+        for t, *found in ((x, data, scale.t()), (other, of_other, other_scale)):
+            for a, b in zip(found, quantize.quantize_columns(t), strict=True):
+                assert torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0)), rows
 
 
 def test_columns_are_quantised_in_turned_order(worlds: Worlds) -> None:

@@ -100,29 +100,49 @@ def quantize_rows(
 
 def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x.T of x [rows, cols] with scales that are powers of two: data [cols, rows], with zeros that
-    pad its rows to a multiple of 16, and [cols] scales; ``whole``: [1], of all of x."""
+    pad its rows to a multiple of 16, and scales [1, cols]; ``whole``: all equal, by all of x."""
     (rows, cols), more = x.shape, -x.shape[0] % ALIGN
     if x.numel() == 0 or not (x.is_cuda or interpreting()):
         data, scale = _in_torch(x if whole else x.t(), "tensor" if whole else "row", powers=True)
         data = pad((data.t() if whole else data).contiguous().view(torch.uint8), (0, more))
-        return data.view(FP8), scale.view(-1)
+        return data.view(FP8), scale.reshape(1, -1).expand(1, cols).contiguous()
     x = x.contiguous()
-    data = torch.empty((cols, rows + more), dtype=FP8, device=x.device)
-    greatest = torch.zeros(1 if whole else cols, dtype=torch.int32, device=x.device)
-    scale = torch.empty(greatest.shape, dtype=torch.float32, device=x.device)
-    find, turn = _columns_launchers(rows, cols, rows + more, whole, x.get_device())
-    find(x, greatest)
-    turn(x, greatest, data, scale)
+    data = x.new_empty(cols, rows + more, dtype=FP8)
+    scale = x.new_empty(1, cols, dtype=torch.float32)
+    greatest = x.new_zeros(cols, dtype=torch.int32)
+    find, turn = _columns_launchers(rows, cols, rows + more, whole, 0, x.get_device())
+    find(x, x, greatest)
+    turn(x, x, greatest, data, data, scale, scale)
     return data, scale
+
+
+def quantize_both_columns(
+    x: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`quantize_columns` of two tensors with equal rows and dtype, in the launches of one:
+    data and scales [cols, 1] of x, then data and scales [1, cols] of y."""
+    (rows, cols), others, more = x.shape, y.shape[1], -x.shape[0] % ALIGN
+    if x.numel() == 0 or not (x.is_cuda or interpreting()):
+        data, scale = quantize_columns(x)
+        return data, scale.view(-1, 1), *quantize_columns(y)
+    x, y = x.contiguous(), y.contiguous()
+    data, of_y = (x.new_empty(n, rows + more, dtype=FP8) for n in (cols, others))
+    scale = x.new_empty(cols, 1, dtype=torch.float32)
+    y_scale = x.new_empty(1, others, dtype=torch.float32)
+    greatest = x.new_zeros(cols + others, dtype=torch.int32)
+    find, turn = _columns_launchers(rows, cols, rows + more, False, others, x.get_device())
+    find(x, y, greatest)
+    turn(x, y, greatest, data, of_y, scale, y_scale)
+    return data, scale, of_y, y_scale
 
 
 @lru_cache(maxsize=1024)
 def _columns_launchers(
-    rows: int, cols: int, pitch: int, whole: bool, _device: int
+    rows: int, cols: int, pitch: int, whole: bool, others: int, _device: int
 ) -> tuple[Launcher, Launcher]:
     from tileweave.kernels.quantize import columns_launchers
 
-    return columns_launchers(rows, cols, pitch, whole)
+    return columns_launchers(rows, cols, pitch, whole, others)
 
 
 @lru_cache(maxsize=1024)

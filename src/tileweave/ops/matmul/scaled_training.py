@@ -48,7 +48,11 @@ from tileweave.ops.matmul import scaled_operators as scaled
 from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
 from tileweave.ops.matmul.inputs import accept, as_rows, check_traced
-from tileweave.ops.matmul.quantize import quantize_columns, quantize_rows
+from tileweave.ops.matmul.quantize import (
+    quantize_both_columns,
+    quantize_columns,
+    quantize_rows,
+)
 from tileweave.ops.matmul.scaled import (
     ALIGN,
     OUT_DTYPES,
@@ -75,12 +79,6 @@ ROWWISE, _ = RECIPES
 def by_rows(t: torch.Tensor) -> Scaled:
     """t [rows, K] with a scale for each row."""
     data, scale = _rows(t)
-    return Scaled(data, scale.view(-1, 1), "row")
-
-
-def by_columns(t: torch.Tensor) -> Scaled:
-    """t.T with a scale for each of its rows; zeros pad them to a multiple of 16."""
-    data, scale = quantize_columns(t)
     return Scaled(data, scale.view(-1, 1), "row")
 
 
@@ -142,10 +140,8 @@ class Recipe(NamedTuple):
 
     def turned(self, w: torch.Tensor) -> Scaled:
         """w [N, K] as it multiplies gradients of the result: w.T [K, N]."""
-        if self.name == ROWWISE:
-            data, scale = quantize_columns(w)
-            return Scaled(data, scale, "row")
-        return Scaled(*quantize_columns(w, whole=True), "tensor")
+        data, scale = quantize_columns(w, whole=self.name != ROWWISE)
+        return Scaled(data, scale, "row")
 
     def input_gradient(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """grad [M, N] @ w [N, K]."""
@@ -155,7 +151,9 @@ class Recipe(NamedTuple):
         """grad.T [N, M] @ x [M, K]."""
         if self.name != ROWWISE:
             return grad.t() @ x
-        return multiply(by_columns(grad), by_columns(x), grad.dtype, self.fast_accum)
+        of_grad, grad_scale, of_x, x_scale = quantize_both_columns(grad, x)
+        given, by = Scaled(of_grad, grad_scale, "row"), Scaled(of_x, x_scale, "row")
+        return multiply(given, by, grad.dtype, self.fast_accum)
 
 
 # --- Checks ---
