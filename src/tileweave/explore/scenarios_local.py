@@ -400,10 +400,10 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         tall = x.t() if whole else x.repeat(300 // rows, 1)[:, : 300 // rows]
         tall = (tall * (1 + torch.arange(tall.shape[0]))[:, None]).to(x.dtype).contiguous()
         count, cols = tall.shape
-        other = tall[:, : 0 if whole else 1 + cols // 2].contiguous()  # turned by the same launches
-        tensors = (tall,) if whole else (tall, 3 * other)
+        other = tall.flip(0)[:, : 0 if whole else 1 + cols // 2]  # turned by the same launches
+        tensors = (tall,) if whole else (tall, 3 * other.contiguous())
         both = torch.zeros(cols + other.shape[1], dtype=torch.int32)
-        maxima = both[:1] if whole else both[:cols], both[cols:]
+        maxima = both[:cols], both[cols:]
         data = [torch.full((t.shape[1] + 1, count + 5), 7, dtype=torch.uint8) for t in tensors]
         scales, after = zip(*(guarded(1, t.shape[1]) for t in tensors), strict=True)
         find, turn = columns_launchers(count, cols, count + 5, whole, other.shape[1])
@@ -414,7 +414,9 @@ def quantised(world: World, rank: int, seed: int) -> Found:
             size, sizes = t.shape[1], t.float().abs()
             want, wide = _in_torch(t if whole else t.t(), "tensor" if whole else "row", True)
             want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, 5))
-            most = sizes.amax().view(1) if whole else sizes.amax(0)
+            most = sizes.amax(0)
+            if whole:
+                most = torch.nn.functional.pad(most.amax().view(1), (0, size - 1))
             yield "maxima of columns", found.view(torch.float32), most
             yield "data of columns", each[:size].view(FP8).float(), want
             yield "scales of columns", one, wide.view(-1).expand(size)

@@ -83,17 +83,18 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
 
 
 def quantize_rows(
-    x: torch.Tensor, kind: str, powers: bool = False
+    x: torch.Tensor, kind: str, powers: bool = False, shape: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, K] by ``"row"`` or ``"block"``: data, and the scale as it travels
-    (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two."""
+    (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two. ``shape``: another
+    one for the scale, since each view takes 1 us."""
     (rows, depth), in_blocks = x.shape, kind == "block"
+    shape = shape or ((blocks(depth), rows) if in_blocks else (rows,))
     if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and interpreting())):
         data, scale = _in_torch(x, kind, powers)
-        return data, scale.t().contiguous() if in_blocks else scale.view(-1)
+        return data, scale.t().contiguous() if in_blocks else scale.view(shape)
     data = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
-    shape = (blocks(depth), rows) if in_blocks else (rows,)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = x.new_empty(shape, dtype=torch.float32)
     _launcher(rows, depth, in_blocks, powers, x.get_device())(x, data, scale)
     return data, scale
 

@@ -185,7 +185,7 @@ class ScaledProduct(NamedTuple):
         if self.kind == "block":
             return self((data, scales.transpose(0, 1).flatten(1)), out)
         if self.kind == "row":
-            return self((data, scales.view(-1)), out)
+            return self.of(Scaled(data, scales.view(-1, 1), "row"), out)
         # each rank has its own
         rows = data.shape[0] // scales.shape[0]
         each = scales.view(-1, 1).expand(-1, rows).reshape(-1)
@@ -335,15 +335,17 @@ def check_tile(config: MatmulConfig, product: ScaledProduct, quarters: bool) -> 
     fits = product.kind != "block" and (product.fast_accum or quarters)
     require(
         config.tile_n <= 128 or fits,
-        f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
-        f"fast_accum={product.fast_accum}",
+        lambda: (
+            f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
+            f"fast_accum={product.fast_accum}"
+        ),
         "such tiles with scales of tensors or rows, in all_gather_matmul with fast_accum=True",
         "pass a config with tiles of 128 columns",
     )
     require(
         config.tile_k == BLOCK,
-        f"FP8 operands in tiles of {config.tile_k} of K",
-        f"tiles of {BLOCK}",
+        lambda: f"FP8 operands in tiles of {config.tile_k} of K",
+        "tiles of 128",
         "pass such a config, or one of cuBLAS",
     )
 

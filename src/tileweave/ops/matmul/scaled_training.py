@@ -78,13 +78,19 @@ ROWWISE, _ = RECIPES
 
 def by_rows(t: torch.Tensor) -> Scaled:
     """t [rows, K] with a scale for each row."""
-    data, scale = _rows(t)
-    return Scaled(data, scale.view(-1, 1), "row")
+    data, scale = quantize_rows(t.contiguous(), "row", True, (t.shape[0], 1))
+    return Scaled(data, scale, "row")
 
 
-def _rows(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`by_rows`: data, and the scale as it travels."""
-    return quantize_rows(t.contiguous(), "row", powers=True)
+def _weight(w: torch.Tensor) -> Scaled:
+    """w [N, K] with a scale for each row, as matmuls read it."""
+    data, scale = quantize_rows(w.contiguous(), "row", True, (1, w.shape[0]))
+    return Scaled(data, scale, "row")
+
+
+def _sent(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """t [rows, K] with a scale for each row, as it travels."""
+    return quantize_rows(t.contiguous(), "row", True)
 
 
 def multiply(
@@ -257,14 +263,13 @@ def _forward(
     how = Recipe(recipe, fast_accum)
     if op == AR and not group_name:  # a layer that sends nothing
         _check(x, w, bias, recipe)
-        y = multiply(by_rows(x), by_rows(w), x.dtype, fast_accum)
+        y = multiply(by_rows(x), _weight(w), x.dtype, fast_accum)
         return y if bias is None else y.add_(bias)
     chosen = how.accept(op, x, w, bias, group_name)
     if bias is not None:
         bias = bias.contiguous()
-    weight = Scaled(*_rows(w), "row")
-    product = how.product(weight, x.dtype, bias if op == AG else None)
-    made = scaled.Planned(chosen, product, _rows(x))
+    product = how.product(_weight(w), x.dtype, bias if op == AG else None)
+    made = scaled.Planned(chosen, product, _sent(x))
     if op == AG:
         return scaled.run_gather(made, group_name)
     if op == RS:
@@ -310,7 +315,7 @@ class _ScaledGatherBackward(GatherBackward):
 
     def multiply_and_scatter(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         product = self.recipe.product(self.recipe.turned(w), grad.dtype)
-        made = scaled.Planned(self.chosen, product, _rows(grad))
+        made = scaled.Planned(self.chosen, product, _sent(grad))
         return scaled.run_scatter(made, None, self.group_name)
 
     def multiply(self, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -355,7 +360,7 @@ def _scatter_backward(
     elif need_x:
         chosen = how.accept(AG, grad, w, None, group_name, turned=True)
         product = how.product(how.turned(w), grad.dtype)
-        gx = scaled.run_gather(scaled.Planned(chosen, product, _rows(grad)), group_name)
+        gx = scaled.run_gather(scaled.Planned(chosen, product, _sent(grad)), group_name)
     elif need_w:
         gathered = collectives.all_gather(grad, group_of(group_name))
     if need_w and gathered is not None:
@@ -384,7 +389,7 @@ def _gather_and_multiply(
     gathering = begin_gather_of_backward(grad, group_name)
     try:
         for source, (shard,) in gathering.shards():
-            store(_rows(shard), into[source])
+            store(_sent(shard), into[source])
             kept[source].copy_(shard)
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(gx, gathered)
