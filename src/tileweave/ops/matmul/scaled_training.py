@@ -14,9 +14,10 @@ recipe                  y = x @ w.T         gx = gy @ w          gw = gy.T @ x
 Scales are maxima / 448, rounded up to powers of two, so that to multiply by them is exact. Each is
 of what one rank has: of w, and of x of a row-parallel layer, one for each rank's part.
 
-forward : the operators of ``scaled_operators.py``; x is quantised before it is sent.
+forward : on the paths of ``scaled_operators.py``; x is quantised before it is sent. Operands of 16
+bits are checked, once per signature; what is made of them needs no further check.
 
-input gradient : their dual. all_gather_matmul scatters partial sums of 16 bits. Where a
+input gradient : the dual operator. all_gather_matmul scatters partial sums of 16 bits. Where a
 reduce-scatter's gradient gy is also needed for gw, it is gathered once, with 16 bits, and each
 shard is quantised as it arrives; else with 8.
 
