@@ -59,6 +59,17 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool, powers:
     assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
 
 
+def test_rows_of_two_tensors_are_read_16_bytes_at_a_time() -> None:
+    launch = quantize_launcher(8, 8192, False, True, other_rows=16)
+    tensors = []
+    for rows in (8, 16):
+        x, data = torch.empty(rows, 8192), torch.empty(rows, 8192, dtype=torch.uint8)
+        tensors += [x.bfloat16(), data, torch.empty(rows)]
+    compiled = compile_one(lambda: launch(*tensors), TARGET)
+    assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 128
+    assert "ld.global.v4" in (compiled.ptx or "") and "st.global.v4" in (compiled.ptx or "")
+
+
 def test_the_quantiser_keeps_long_rows_in_registers() -> None:
     compiled = quantizer(53248, False)
     assert compiled.spills is not None and compiled.spills <= 192, compiled.spills

@@ -310,6 +310,14 @@ def powers(me: Member) -> None:
         scale = scale.t() if kind == "block" else scale.view(-1)
         assert torch.equal(found[1].nan_to_num(7.0), scale.nan_to_num(7.0)), kind
         assert torch.equal(found[0].float().nan_to_num(7.0), data.float().nan_to_num(7.0)), kind
+        for other in (x.flip(0)[:3] * 3, x[:0]) if kind == "row" else ():  # in one launch
+            both, want = quantize.quantize_both_rows(x, other), (x, other)
+            for (bits, found_scale), t in zip(both, want, strict=True):
+                data, wide = quantize._in_torch(t, kind, powers=True)
+                a, b = found_scale.view(-1), wide.view(-1)
+                assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+                assert torch.equal(bits.float().nan_to_num(7.0), data.float().nan_to_num(7.0))
+            assert both[0][1].shape == (8,) and both[1][1].shape == (1, len(other))
         finite = scale[scale.isfinite()]
         assert torch.equal(torch.exp2(torch.log2(finite).round()), finite), kind
 

@@ -387,6 +387,22 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         yield f"scales of a {kind}", scales, wide
         yield f"after the scales of a {kind}", after, torch.zeros_like(after)
         yield f"data by {kind}", data.view(FP8).float(), want.float()
+        if not blocks:  # rows of another tensor, by the same launch
+            other = 3 * x.flip(0)[1:]
+            made = [torch.zeros(t.shape, dtype=torch.uint8) for t in (x, other)]
+            (first, after), (second, rest) = (guarded(1, len(t)) for t in (x, other))
+            launch = quantize_launcher(rows, depth, False, powers, other_rows=len(other))
+            for one, two in ((placed(x, 3), other), (x, placed(other, 3))):
+                launch(one, made[0], first, two, made[1], second)
+            for t, bits, found in ((x, made[0], first), (other, made[1], second)):
+                want_of, wide_of = _in_torch(t, kind, powers)
+                yield "data of both", bits.view(FP8).float(), want_of.float()
+                yield "scales of both", found, wide_of.view(-1)
+            yield (
+                "after the scales of both",
+                torch.cat((after[0], rest[0])),
+                torch.zeros(2 * rows - 1),
+            )
         if blocks:  # scales follow the data of each row, as tokens travel
             count = -(-depth // 128)
             apart = -(-depth // 4) * 4 + 4 * count

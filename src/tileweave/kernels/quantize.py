@@ -92,22 +92,31 @@ class Pitch(NamedTuple):
     scale_block: int
 
 
-@triton.jit(do_not_specialize=["scale_row", "scale_block"])
+@triton.jit(do_not_specialize=["scale_row", "scale_block", "rows"])
 def quantize_kernel(
     x,
+    other,
     data,
+    other_data,
     scale,
+    other_scale,
     pitch,
     scale_row,
     scale_block,
     depth,
+    rows,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     POWERS: tl.constexpr,
+    BOTH: tl.constexpr,
 ):
     """``GROUP`` = ``BLOCK``: one scale for a row, of at most ``BLOCK`` elements; else one for
-    ``GROUP`` elements."""
+    ``GROUP`` elements. ``BOTH``: the rows of ``other`` follow those of x, of which there are
+    ``rows``."""
     row = tl.program_id(0)
+    if BOTH:
+        if row >= rows:
+            x, data, scale, row = other, other_data, other_scale, row - rows
     begin = row.to(tl.int64) * depth
     data += row.to(tl.int64) * pitch
     scale += row.to(tl.int64) * scale_row
@@ -132,42 +141,58 @@ def quantize_kernel(
 
 
 def quantize_launcher(
-    rows: int, depth: int, in_blocks: bool, powers: bool = False, pitch: Pitch | None = None
+    rows: int,
+    depth: int,
+    in_blocks: bool,
+    powers: bool = False,
+    pitch: Pitch | None = None,
+    other_rows: int = 0,
 ) -> Launcher:
     """Launches for x [rows, depth], contiguous, called with x, data of one byte each, and the
-    scales.
+    scales; with ``other_rows`` then with the same of another tensor [other_rows, depth].
 
-    in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
+    in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows]; of x alone.
     powers : scales are powers of two.
     pitch : of data and scales; None: they are contiguous.
     """
     pitch = pitch or Pitch(depth, 1, rows)
     block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
 
-    def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> Call:
-        words = source, target, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+    def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, *more: torch.Tensor) -> Call:
+        tensors = x, data, scale, *more
+        words = [t.data_ptr() for t in tensors]
 
         def changing() -> dict[str, Any]:
-            return {"x": x, "data": data.view(torch.uint8), "scale": scale}
+            other, other_data, other_scale = more or (x, data, scale)
+            return {
+                "x": x,
+                "other": other,
+                "data": data.view(torch.uint8),
+                "other_data": other_data.view(torch.uint8),
+                "scale": scale,
+                "other_scale": other_scale,
+            }
 
-        variant = x.dtype, source % 16 == 0, target % 16 == 0, scales % 16 == 0
-        return Call(variant, words, changing)
+        return Call((x.dtype, *[word % 16 == 0 for word in words]), words, changing)
 
     fixed = {
         "pitch": pitch.data,
         "scale_row": pitch.scale_row,
         "scale_block": pitch.scale_block,
         "depth": depth,
+        "rows": rows,
         "BLOCK": block,
         "GROUP": GROUP if in_blocks else block,
         "POWERS": powers,
+        "BOTH": other_rows > 0,
     }
+    words = "x", "data", "scale", "other", "other_data", "other_scale"
     return Launcher(
         quantize_kernel,
-        rows,
+        rows + other_rows,
         fixed,
         pack,
-        ("x", "data", "scale"),
+        words if other_rows else words[:3],
         num_warps=4 if block <= 4096 else min(32, max(8, block // 2048)),
     )
 

@@ -99,6 +99,24 @@ def quantize_rows(
     return data, scale
 
 
+def quantize_both_rows(
+    x: torch.Tensor, w: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """x [rows, K] and w [cols, K] of one dtype by rows, with scales that are powers of two, in the
+    launch of one: data and scales [rows] of x, data and scales [1, cols] of w."""
+    (rows, depth), cols = x.shape, w.shape[0]
+    if not (x.numel() and w.numel() and (x.is_cuda or interpreting())):
+        return quantize_rows(x, "row", True), quantize_rows(w, "row", True, (1, cols))
+    of_x, of_w = (
+        torch.empty_like(t, dtype=FP8, memory_format=torch.contiguous_format) for t in (x, w)
+    )
+    x_scale = x.new_empty(rows, dtype=torch.float32)
+    w_scale = x.new_empty(1, cols, dtype=torch.float32)
+    launch = _launcher(rows, depth, False, True, x.get_device(), cols)
+    launch(x, of_x, x_scale, w, of_w, w_scale)
+    return (of_x, x_scale), (of_w, w_scale)
+
+
 def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x.T of x [rows, cols] with scales that are powers of two: data [cols, rows], with zeros that
     pad its rows to a multiple of 16, and scales [1, cols]; ``whole``: all equal, by all of x."""
@@ -147,10 +165,12 @@ def _columns_launchers(
 
 
 @lru_cache(maxsize=1024)
-def _launcher(rows: int, depth: int, in_blocks: bool, powers: bool, _device: int) -> Launcher:
+def _launcher(
+    rows: int, depth: int, in_blocks: bool, powers: bool, _device: int, others: int = 0
+) -> Launcher:
     from tileweave.kernels.quantize import quantize_launcher
 
-    return quantize_launcher(rows, depth, in_blocks, powers)
+    return quantize_launcher(rows, depth, in_blocks, powers, other_rows=others)
 
 
 def _scale_of(greatest: torch.Tensor, powers: bool) -> torch.Tensor:

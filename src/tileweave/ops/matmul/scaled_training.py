@@ -51,6 +51,7 @@ from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too
 from tileweave.ops.matmul.inputs import accept, as_rows, check_traced
 from tileweave.ops.matmul.quantize import (
     quantize_both_columns,
+    quantize_both_rows,
     quantize_columns,
     quantize_rows,
 )
@@ -80,12 +81,6 @@ ROWWISE, _ = RECIPES
 def by_rows(t: torch.Tensor) -> Scaled:
     """t [rows, K] with a scale for each row."""
     data, scale = quantize_rows(t.contiguous(), "row", True, (t.shape[0], 1))
-    return Scaled(data, scale, "row")
-
-
-def _weight(w: torch.Tensor) -> Scaled:
-    """w [N, K] with a scale for each row, as matmuls read it."""
-    data, scale = quantize_rows(w.contiguous(), "row", True, (1, w.shape[0]))
     return Scaled(data, scale, "row")
 
 
@@ -262,15 +257,17 @@ def _forward(
     fast_accum: bool,
 ) -> torch.Tensor:
     how = Recipe(recipe, fast_accum)
-    if op == AR and not group_name:  # a layer that sends nothing
+    chosen = how.accept(op, x, w, bias, group_name) if group_name else None
+    if chosen is None:  # a layer that sends nothing
         _check(x, w, bias, recipe)
-        y = multiply(by_rows(x), _weight(w), x.dtype, fast_accum)
-        return y if bias is None else y.add_(bias)
-    chosen = how.accept(op, x, w, bias, group_name)
+    parts, weight = quantize_both_rows(x.contiguous(), w.contiguous())
     if bias is not None:
         bias = bias.contiguous()
-    product = how.product(_weight(w), x.dtype, bias if op == AG else None)
-    made = scaled.Planned(chosen, product, _sent(x))
+    product = how.product(Scaled(*weight, "row"), x.dtype, bias if op == AG else None)
+    if chosen is None:
+        y = product(parts)
+        return y if bias is None else y.add_(bias)
+    made = scaled.Planned(chosen, product, parts)
     if op == AG:
         return scaled.run_gather(made, group_name)
     if op == RS:
