@@ -59,19 +59,31 @@ def test_the_quantiser_saturates_and_keeps_in_registers(in_blocks: bool, powers:
     assert "ld.global.v4" in ptx, "rows are read 16 bytes at a time"
 
 
+def test_rows_of_two_tensors_are_read_16_bytes_at_a_time() -> None:
+    launch = quantize_launcher(8, 8192, False, True, other_rows=16)
+    tensors = []
+    for rows in (8, 16):
+        x, data = torch.empty(rows, 8192), torch.empty(rows, 8192, dtype=torch.uint8)
+        tensors += [x.bfloat16(), data, torch.empty(rows)]
+    compiled = compile_one(lambda: launch(*tensors), TARGET)
+    assert compiled.spills == 0 and compiled.registers is not None and compiled.registers <= 128
+    assert "ld.global.v4" in (compiled.ptx or "") and "st.global.v4" in (compiled.ptx or "")
+
+
 def test_the_quantiser_keeps_long_rows_in_registers() -> None:
     compiled = quantizer(53248, False)
     assert compiled.spills is not None and compiled.spills <= 192, compiled.spills
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_columns_are_read_and_stored_16_bytes_at_a_time(whole: bool) -> None:
-    x, data = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(4096, 64, dtype=torch.uint8)
-    count = 1 if whole else 4096
-    greatest, scale = torch.zeros(count, dtype=torch.int32), torch.empty(count)
-    find, turn = columns_launchers(64, 4096, 64, whole)
-    found = compile_one(lambda: find(x, greatest), TARGET)
-    turned = compile_one(lambda: turn(x, greatest, data, scale), TARGET)
+@pytest.mark.parametrize(("whole", "others"), [(False, 0), (True, 0), (False, 2048)])
+def test_columns_are_read_and_stored_16_bytes_at_a_time(whole: bool, others: int) -> None:
+    x, y = (torch.empty(64, n, dtype=torch.bfloat16) for n in (4096, others))
+    data, more = (torch.empty(n, 64, dtype=torch.uint8) for n in (4096, others))
+    greatest = torch.zeros(4096 + others, dtype=torch.int32)
+    scale, scales = torch.empty(4096), torch.empty(others)
+    find, turn = columns_launchers(64, 4096, 64, whole, others)
+    found = compile_one(lambda: find(x, y, greatest), TARGET)
+    turned = compile_one(lambda: turn(x, y, greatest, data, more, scale, scales), TARGET)
     for compiled in (found, turned):
         assert compiled.spills == 0 and compiled.registers is not None
         assert compiled.registers <= 128 and "ld.global.v4" in (compiled.ptx or "")

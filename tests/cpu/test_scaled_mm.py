@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tileweave.ops.matmul import scaled
-from tileweave.ops.matmul.quantize import _in_torch
+from tileweave.ops.matmul.quantize import _in_torch, quantize_both_columns, quantize_columns
 from tileweave.ops.matmul.scaled import Scaled, ScaledProduct, _by_cublas, as_sent, from_sent
-from tileweave.ops.matmul.scaled_training import by_columns
 
 FP8 = torch.float8_e4m3fn
 
@@ -148,8 +147,12 @@ def test_rows_of_a_shard_are_as_scaled_mm_reads_them(kind: str) -> None:
 def test_columns_of_any_number_of_rows_are_multiplied() -> None:
     """Gradients of weights are sums over rows, of which tensor cores take multiples of 16."""
     for rows in (5, 16, 33):
-        found = by_columns(torch.randn(rows, 32).bfloat16())
-        assert found.data.shape == (32, -(-rows // 16) * 16) and found.scale.shape == (32, 1)
+        x, y = torch.randn(rows, 32).bfloat16(), torch.randn(rows, 48).bfloat16()
+        data, scale, other, other_scale = quantize_both_columns(x, y)
+        assert data.shape == (32, -(-rows // 16) * 16) and scale.shape == (32, 1)
+        assert other.shape == (48, data.shape[1]) and other_scale.shape == (1, 48)
+        for t, *found in ((x, data, scale.t()), (y, other, other_scale)):
+            assert all(map(torch.equal, found, quantize_columns(t)))
 
 
 def test_a_weight_with_rows_between_multiples_of_16_is_refused() -> None:

@@ -3,12 +3,14 @@ numbers, worked out here without the code under test."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from tests.support.worlds import Member, Worlds
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
-from tileweave.errors import InputError, UnsupportedError
-from tileweave.ops.matmul import quantize
+from tileweave.errors import InputError, RankMismatchError, UnsupportedError
+from tileweave.ops.matmul import quantize, scaled_operators, scaled_training
 from tileweave.ops.matmul.scaled_training import linear
 from tileweave.planning import choices
 from tileweave.planning.problem import MatmulConfig
@@ -308,6 +310,14 @@ def powers(me: Member) -> None:
         scale = scale.t() if kind == "block" else scale.view(-1)
         assert torch.equal(found[1].nan_to_num(7.0), scale.nan_to_num(7.0)), kind
         assert torch.equal(found[0].float().nan_to_num(7.0), data.float().nan_to_num(7.0)), kind
+        for other in (x.flip(0)[:3] * 3, x[:0]) if kind == "row" else ():  # in one launch
+            both, want = quantize.quantize_both_rows(x, other), (x, other)
+            for (bits, found_scale), t in zip(both, want, strict=True):
+                data, wide = quantize._in_torch(t, kind, powers=True)
+                a, b = found_scale.view(-1), wide.view(-1)
+                assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+                assert torch.equal(bits.float().nan_to_num(7.0), data.float().nan_to_num(7.0))
+            assert both[0][1].shape == (8,) and both[1][1].shape == (1, len(other))
         finite = scale[scale.isfinite()]
         assert torch.equal(torch.exp2(torch.log2(finite).round()), finite), kind
 
@@ -328,9 +338,15 @@ def turned(me: Member) -> None:
                 finite if whole else finite.t(), "tensor" if whole else "row", powers=True
             )
             want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
+            wide = wide.view(1, -1).expand(1, cols)
             for a, b in ((data, scale), found):
-                assert torch.equal(b.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0))
+                assert torch.equal(b.nan_to_num(7.0), wide.nan_to_num(7.0))
                 assert torch.equal(a.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, whole)
+        other = x[:, 16:32] * 3
+        data, scale, of_other, other_scale = quantize.quantize_both_columns(x, other)
+        for t, *found in ((x, data, scale.t()), (other, of_other, other_scale)):
+            for a, b in zip(found, quantize.quantize_columns(t), strict=True):
+                assert torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0)), rows
 
 
 def test_columns_are_quantised_in_turned_order(worlds: Worlds) -> None:
@@ -351,10 +367,15 @@ def refusals(me: Member) -> None:
         ((x, w), {"w_scale": torch.ones(1)}, "w_scale"),
         ((x, w), {"fast_accum": "no"}, "True or False"),
         ((x, w), {"out": torch.zeros(4, 16).bfloat16()}, "out="),
+        ((x, w[:0]), {"bias": [x]}, "bias of type list"),
     ]
     for op, (given, more, text) in product(OPS, bad):
         with pytest.raises(InputError, match=text):
             getattr(tw, op)(*given, quantize=ROWWISE, **more)
+        tw.close()
+    for odd in (x[:3], x[:3].view(3, 1, 32)):
+        with pytest.raises(InputError, match="multiple of the group's size"):
+            tw.matmul_reduce_scatter(odd, w, quantize=ROWWISE)
         tw.close()
     y = tw.all_gather_matmul(x.requires_grad_(), w, quantize=ROWWISE)
     with pytest.raises(UnsupportedError, match="create_graph"):
@@ -364,6 +385,48 @@ def refusals(me: Member) -> None:
 
 def test_what_does_not_fit_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 2).run(refusals)
+
+
+def known(me: Member) -> None:
+    """A call of a known signature is not checked again, nor planned, in forward or backward."""
+    checks, plans = Mock(wraps=scaled_training._check), Mock(wraps=scaled_operators.plan)
+    with (
+        quantised_by_torch(),
+        patch.object(scaled_training, "_check", checks),
+        patch.object(scaled_operators, "plan", plans),
+    ):
+        for op, recipe in product(OPS, RECIPES):
+            run(Case(op, recipe, 2 * me.world_size), me, 1)
+            checked, planned = checks.call_count, plans.call_count
+            assert checked and planned
+            run(Case(op, recipe, 2 * me.world_size), me, 2)
+            # the backward of a reduce-scatter looks up a plan of a call that it does not make
+            assert checks.call_count == checked, op
+            assert plans.call_count == planned + (op == RS), op
+            with pytest.raises(InputError, match="multiples of 16"):
+                run(Case(op, recipe, 2 * me.world_size, cols=24), me, 3)
+            tw.close()
+
+
+def test_calls_are_checked_once_per_signature(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(known)
+
+
+def disagree(me: Member) -> None:
+    """Ranks that train by different recipes are told, also where both calls are known."""
+    x, w = operands(Case(AG, ROWWISE, 2), me.rank, 1)["x"], torch.ones(16, 32).bfloat16()
+    tw.close()
+    with quantised_by_torch(), patch.dict(os.environ, TILEWEAVE_TIMEOUT="3"):
+        for recipe in RECIPES:
+            tw.all_gather_matmul(x, w, quantize=recipe)
+        me.barrier()
+        with pytest.raises(RankMismatchError):
+            tw.all_gather_matmul(x, w, quantize=RECIPES[me.rank])
+        tw.close()
+
+
+def test_recipes_that_differ_between_ranks_are_told(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(disagree)
 
 
 def warmed(me: Member) -> None:

@@ -44,7 +44,11 @@ def test_any_number_of_rows(of_x: str, of_w: str, fast: bool) -> None:
 def test_columns_are_quantised_as_by_torch(whole: bool) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with FP8")
-    from tileweave.ops.matmul.quantize import _in_torch, quantize_columns
+    from tileweave.ops.matmul.quantize import (
+        _in_torch,
+        quantize_both_columns,
+        quantize_columns,
+    )
 
     torch.manual_seed(0)
     for rows, cols in ((5, 48), (130, 272), (2048, 4096), (1000, 14336)):
@@ -55,5 +59,12 @@ def test_columns_are_quantised_as_by_torch(whole: bool) -> None:
         data, scale = quantize_columns(x, whole)
         want, wide = _in_torch(x if whole else x.t(), "tensor" if whole else "row", powers=True)
         want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, -rows % 16))
-        assert torch.equal(scale.nan_to_num(7.0), wide.view(-1).nan_to_num(7.0)), (rows, cols)
+        wide = wide.view(1, -1).expand(1, cols)
+        assert torch.equal(scale.nan_to_num(7.0), wide.nan_to_num(7.0)), (rows, cols)
         assert torch.equal(data.float().nan_to_num(7.0), want.nan_to_num(7.0)), (rows, cols)
+        if not whole:  # two at once: the same bits
+            other = x[:, 16:32] * 3
+            made = quantize_both_columns(x, other)
+            for t, *found in ((x, made[0], made[1].t()), (other, *made[2:])):
+                for a, b in zip(found, quantize_columns(t), strict=True):
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (rows, cols)

@@ -385,6 +385,22 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         yield f"scales of a {kind}", scales, wide
         yield f"after the scales of a {kind}", after, torch.zeros_like(after)
         yield f"data by {kind}", data.view(FP8).float(), want.float()
+        if not blocks:  # rows of another tensor, by the same launch
+            other = 3 * x.flip(0)[1:]
+            made = [torch.zeros(t.shape, dtype=torch.uint8) for t in (x, other)]
+            (first, after), (second, rest) = (guarded(1, len(t)) for t in (x, other))
+            launch = quantize_launcher(rows, depth, False, powers, other_rows=len(other))
+            for one, two in ((placed(x, 3), other), (x, placed(other, 3))):
+                launch(one, made[0], first, two, made[1], second)
+            for t, bits, found in ((x, made[0], first), (other, made[1], second)):
+                want_of, wide_of = _in_torch(t, kind, powers)
+                yield "data of both", bits.view(FP8).float(), want_of.float()
+                yield "scales of both", found, wide_of.view(-1)
+            yield (
+                "after the scales of both",
+                torch.cat((after[0], rest[0])),
+                torch.zeros(2 * rows - 1),
+            )
         if blocks:  # scales follow the data of each row, as tokens travel
             count = -(-depth // 128)
             apart = -(-depth // 4) * 4 + 4 * count
@@ -398,22 +414,28 @@ def quantised(world: World, rank: int, seed: int) -> Found:
         tall = x.t() if whole else x.repeat(300 // rows, 1)[:, : 300 // rows]
         tall = (tall * (1 + torch.arange(tall.shape[0]))[:, None]).to(x.dtype).contiguous()
         count, cols = tall.shape
-        found = torch.zeros(1 if whole else cols, dtype=torch.int32)
-        data = torch.full((cols + 1, count + 5), 7, dtype=torch.uint8)
-        scales, after = guarded(1, len(found))
-        find, turn = columns_launchers(count, cols, count + 5, whole)
-        for source in (placed(tall, 3), tall):
-            find(source, found)
-            turn(source, found, data, scales)
-        sizes = tall.float().abs()
-        most = sizes.amax().view(1) if whole else sizes.amax(0)
-        want, wide = _in_torch(tall if whole else tall.t(), "tensor" if whole else "row", True)
-        want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, 5))
-        yield "maxima of columns", found.view(torch.float32), most
-        yield "data of columns", data[:cols].view(FP8).float(), want
-        yield "scales of columns", scales, wide.view(-1)
-        yield "after columns", data[cols:], torch.full_like(data[cols:], 7)
-        yield "after the scales of columns", after, torch.zeros_like(after)
+        other = tall.flip(0)[:, : 0 if whole else 1 + cols // 2]  # turned by the same launches
+        tensors = (tall,) if whole else (tall, 3 * other.contiguous())
+        both = torch.zeros(cols + other.shape[1], dtype=torch.int32)
+        maxima = both[:cols], both[cols:]
+        data = [torch.full((t.shape[1] + 1, count + 5), 7, dtype=torch.uint8) for t in tensors]
+        scales, after = zip(*(guarded(1, t.shape[1]) for t in tensors), strict=True)
+        find, turn = columns_launchers(count, cols, count + 5, whole, other.shape[1])
+        for sources in ([placed(tensors[0], 3), tensors[-1]], [tall, placed(tensors[-1], 3)]):
+            find(*sources, both)
+            turn(*sources, both, data[0], data[-1], scales[0], scales[-1])
+        for t, found, each, one, rest in zip(tensors, maxima, data, scales, after, strict=False):
+            size, sizes = t.shape[1], t.float().abs()
+            want, wide = _in_torch(t if whole else t.t(), "tensor" if whole else "row", True)
+            want = torch.nn.functional.pad((want.t() if whole else want).float(), (0, 5))
+            most = sizes.amax(0)
+            if whole:
+                most = torch.nn.functional.pad(most.amax().view(1), (0, size - 1))
+            yield "maxima of columns", found.view(torch.float32), most
+            yield "data of columns", each[:size].view(FP8).float(), want
+            yield "scales of columns", one, wide.view(-1).expand(size)
+            yield "after columns", each[size:], torch.full_like(each[size:], 7)
+            yield "after the scales of columns", rest, torch.zeros_like(rest)
     if depth > 2000:
         return
     y = torch.randn(rows, depth, generator=generator)

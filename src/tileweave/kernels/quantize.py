@@ -15,7 +15,8 @@ One program per row: a row is read once, before any of it is sent. Sends nothing
 
 Products of a backward sum over rows, and tensor cores read FP8 along the sum only. So x.T of x
 [rows, cols] is quantised, too, with one scale for a column of x or for all of it, in two launches
-by tiles: the maxima, then the numbers, turned. x is read twice, and written once, as FP8.
+by tiles: the maxima, then the numbers, turned. x is read twice, and written once, as FP8. Both
+operands of a gradient of w are turned by the same two launches.
 """
 
 from __future__ import annotations
@@ -91,22 +92,31 @@ class Pitch(NamedTuple):
     scale_block: int
 
 
-@triton.jit(do_not_specialize=["scale_row", "scale_block"])
+@triton.jit(do_not_specialize=["scale_row", "scale_block", "rows"])
 def quantize_kernel(
     x,
+    other,
     data,
+    other_data,
     scale,
+    other_scale,
     pitch,
     scale_row,
     scale_block,
     depth,
+    rows,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     POWERS: tl.constexpr,
+    BOTH: tl.constexpr,
 ):
     """``GROUP`` = ``BLOCK``: one scale for a row, of at most ``BLOCK`` elements; else one for
-    ``GROUP`` elements."""
+    ``GROUP`` elements. ``BOTH``: the rows of ``other`` follow those of x, of which there are
+    ``rows``."""
     row = tl.program_id(0)
+    if BOTH:
+        if row >= rows:
+            x, data, scale, row = other, other_data, other_scale, row - rows
     begin = row.to(tl.int64) * depth
     data += row.to(tl.int64) * pitch
     scale += row.to(tl.int64) * scale_row
@@ -131,40 +141,58 @@ def quantize_kernel(
 
 
 def quantize_launcher(
-    rows: int, depth: int, in_blocks: bool, powers: bool = False, pitch: Pitch | None = None
+    rows: int,
+    depth: int,
+    in_blocks: bool,
+    powers: bool = False,
+    pitch: Pitch | None = None,
+    other_rows: int = 0,
 ) -> Launcher:
-    """Launches for x [rows, depth], contiguous, called with x, data as uint8, and the scales.
+    """Launches for x [rows, depth], contiguous, called with x, data of one byte each, and the
+    scales; with ``other_rows`` then with the same of another tensor [other_rows, depth].
 
-    in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows].
+    in_blocks : one scale for 128 elements, stored [ceil(depth / 128), rows]; of x alone.
     powers : scales are powers of two.
     pitch : of data and scales; None: they are contiguous.
     """
     pitch = pitch or Pitch(depth, 1, rows)
     block = 2048 if in_blocks else max(triton.next_power_of_2(depth), GROUP)
 
-    def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> Call:
-        words = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+    def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, *more: torch.Tensor) -> Call:
+        tensors = x, data, scale, *more
+        words = [t.data_ptr() for t in tensors]
 
         def changing() -> dict[str, Any]:
-            return {"x": x, "data": data, "scale": scale}
+            other, other_data, other_scale = more or (x, data, scale)
+            return {
+                "x": x,
+                "other": other,
+                "data": data.view(torch.uint8),
+                "other_data": other_data.view(torch.uint8),
+                "scale": scale,
+                "other_scale": other_scale,
+            }
 
-        return Call((x.dtype, *(word % 16 == 0 for word in words)), words, changing)
+        return Call((x.dtype, *[word % 16 == 0 for word in words]), words, changing)
 
     fixed = {
         "pitch": pitch.data,
         "scale_row": pitch.scale_row,
         "scale_block": pitch.scale_block,
         "depth": depth,
+        "rows": rows,
         "BLOCK": block,
         "GROUP": GROUP if in_blocks else block,
         "POWERS": powers,
+        "BOTH": other_rows > 0,
     }
+    words = "x", "data", "scale", "other", "other_data", "other_scale"
     return Launcher(
         quantize_kernel,
-        rows,
+        rows + other_rows,
         fixed,
         pack,
-        ("x", "data", "scale"),
+        words if other_rows else words[:3],
         num_warps=4 if block <= 4096 else min(32, max(8, block // 2048)),
     )
 
@@ -175,20 +203,28 @@ def quantize_launcher(
 @triton.jit
 def maxima_kernel(
     x,
+    other,
     greatest,
     rows,
     cols,
+    other_cols,
     STEPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BOTH: tl.constexpr,
 ):
-    """Store max |x| of each column, or of all (``WHOLE``), in ``greatest``, which has zeros.
+    """Store max |x| of each column, or of all (``WHOLE``), in ``greatest``, which has zeros; with
+    ``BOTH`` then those of each column of ``other`` [rows, other_cols].
 
     As bits of float32 without the sign: of those a NaN is the largest integer, then infinity.
     """
-    tiles = tl.cdiv(cols, TILE_COLS)
     place = tl.program_id(0)
+    if BOTH:
+        first = tl.cdiv(cols, TILE_COLS) * tl.cdiv(rows, STEPS * TILE_ROWS)
+        if place >= first:
+            x, greatest, place, cols = other, greatest + cols, place - first, other_cols
+    tiles = tl.cdiv(cols, TILE_COLS)
     col = place % tiles * TILE_COLS + tl.arange(0, TILE_COLS)
     row = place // tiles * (STEPS * TILE_ROWS) + tl.arange(0, TILE_ROWS)
     most = tl.zeros((TILE_ROWS, TILE_COLS), tl.int32)
@@ -208,19 +244,30 @@ def maxima_kernel(
 @triton.jit
 def turn_kernel(
     x,
+    other,
     greatest,
     data,
+    other_data,
     scale,
+    other_scale,
     rows,
     cols,
+    other_cols,
     pitch,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
+    BOTH: tl.constexpr,
 ):
-    """Store x.T as FP8 in ``data`` [cols, pitch], with zeros from column ``rows`` on, and its
-    scales, powers of two, by what :func:`maxima_kernel` found."""
-    tiles = tl.cdiv(cols, TILE)
+    """Store x.T as FP8 in ``data`` [cols, pitch], with zeros from column ``rows`` on, and the
+    scale of each of its rows, powers of two, by what :func:`maxima_kernel` found; with ``BOTH``
+    then those of ``other``. ``WHOLE``: all scales are equal."""
     place = tl.program_id(0)
+    if BOTH:
+        first = tl.cdiv(cols, TILE) * tl.cdiv(pitch, TILE)
+        if place >= first:
+            x, greatest, place, cols = other, greatest + cols, place - first, other_cols
+            data, scale = other_data, other_scale
+    tiles = tl.cdiv(cols, TILE)
     col = place % tiles * TILE + tl.arange(0, TILE)
     row = place // tiles * TILE + tl.arange(0, TILE)
     source = x + row.to(tl.int64)[:, None] * cols + col[None, :]
@@ -234,48 +281,53 @@ def turn_kernel(
     bits = tl.where((row < rows)[None, :], bits, 0)  # where the scale is NaN they are not
     target = data + col.to(tl.int64)[:, None] * pitch + row[None, :]
     tl.store(target, bits, mask=(col < cols)[:, None] & (row < pitch)[None, :])
-    first = place < tiles  # of the programs of these columns
-    tl.store(scale + col, each, mask=first & (col < (1 if WHOLE else cols)))
+    of_columns = place < tiles  # the first of the programs of these columns
+    tl.store(scale + col, each, mask=of_columns & (col < cols))
 
 
-def columns_launchers(rows: int, cols: int, pitch: int, whole: bool) -> tuple[Launcher, Launcher]:
-    """Launches for x [rows, cols], contiguous. The first is called with x and the maxima, int32
-    zeros, [cols] or [1]; the second with these, data as uint8 [cols, pitch] and the scales.
+def columns_launchers(
+    rows: int, cols: int, pitch: int, whole: bool, other_cols: int = 0
+) -> tuple[Launcher, Launcher]:
+    """Launches for x [rows, cols] and another tensor [rows, other_cols], contiguous and of one
+    dtype. The first is called with both and the maxima, int32 zeros, [cols + other_cols]; the
+    second with these, data of one byte each, [cols, pitch] and [other_cols, pitch], and the scales
+    of both. Without columns the other tensors may be any.
 
     pitch : ``rows`` or more.
-    whole : one scale for all of x.
+    whole : one scale for all of x, without another tensor.
     """
     steps, tile_rows, tile_cols, tile = 4, 32, 128, 128
 
     def pack(*tensors: torch.Tensor) -> Call:
-        words = tuple(t.data_ptr() for t in tensors)
+        words = tuple([t.data_ptr() for t in tensors])
 
         def changing() -> dict[str, Any]:
-            return dict(zip(("x", "greatest", "data", "scale"), tensors, strict=False))
+            x, other, greatest, *made = tensors
+            found = {"x": x, "other": other, "greatest": greatest}
+            if made:
+                found["data"], found["other_data"] = (t.view(torch.uint8) for t in made[:2])
+                found["scale"], found["other_scale"] = made[2:]
+            return found
 
-        return Call((tensors[0].dtype, *(word % 16 == 0 for word in words)), words, changing)
+        return Call((tensors[0].dtype, *[word % 16 == 0 for word in words]), words, changing)
 
+    sizes = {"rows": rows, "cols": cols, "other_cols": other_cols, "WHOLE": whole}
+    sizes["BOTH"] = other_cols > 0
+    tiles = triton.cdiv(cols, tile_cols) + triton.cdiv(other_cols, tile_cols)
     maxima = Launcher(
         maxima_kernel,
-        triton.cdiv(cols, tile_cols) * triton.cdiv(rows, steps * tile_rows),
-        {
-            "rows": rows,
-            "cols": cols,
-            "STEPS": steps,
-            "TILE_ROWS": tile_rows,
-            "TILE_COLS": tile_cols,
-            "WHOLE": whole,
-        },
+        tiles * triton.cdiv(rows, steps * tile_rows),
+        {**sizes, "STEPS": steps, "TILE_ROWS": tile_rows, "TILE_COLS": tile_cols},
         pack,
-        ("x", "greatest"),
+        ("x", "other", "greatest"),
         num_warps=4,
     )
     turned = Launcher(
         turn_kernel,
-        triton.cdiv(cols, tile) * triton.cdiv(pitch, tile),
-        {"rows": rows, "cols": cols, "pitch": pitch, "TILE": tile, "WHOLE": whole},
+        (triton.cdiv(cols, tile) + triton.cdiv(other_cols, tile)) * triton.cdiv(pitch, tile),
+        {**sizes, "pitch": pitch, "TILE": tile},
         pack,
-        ("x", "greatest", "data", "scale"),
+        ("x", "other", "greatest", "data", "other_data", "scale", "other_scale"),
         num_warps=8,
     )
     return maxima, turned

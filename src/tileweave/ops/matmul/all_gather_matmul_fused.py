@@ -124,8 +124,10 @@ def run_scaled(
     if out is None:
         out = data.new_empty(chosen.world_size * rows, cols, dtype=product.dtype)
     scale, of_w = x[1], product.w.scale
-    if not in_blocks:
-        scale, of_w = scale.expand(rows), of_w.reshape(-1).expand(cols).contiguous()
+    if not in_blocks and scale.numel() != rows:
+        scale = scale.expand(rows)
+    if not in_blocks and of_w.numel() != cols:
+        of_w = of_w.reshape(-1).expand(cols).contiguous()
     source = data.data_ptr()
     aligned = (source | w.data_ptr()) & 15 == 0
     kind = _Scaled(2 if in_blocks else 1, tuple(scale.shape), out.dtype)

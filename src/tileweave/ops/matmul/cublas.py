@@ -95,11 +95,13 @@ class GatherThenMultiply:
     """Calls of one shape: ``y [R * m, n] = product(gather(x [m, K]))``.
 
     whole : where gather(x) is stored in eager calls that do not return it, if that is small.
+    kept : its parts, if x has two.
     """
 
     instance: Instance
     launch: Launcher
     whole: torch.Tensor | None
+    kept: Tensors = ()
 
     def __call__(
         self,
@@ -125,10 +127,9 @@ class GatherThenMultiply:
             instance.launched()
         if not more:
             return product((whole,), out)
-        rows, size = first.shape[0], instance.world_size
-        end = size * first.numel() // WORD
-        data = whole[:end].view(first.dtype).view(size * rows, first.shape[1])
-        scales = whole[end:].view(size, *more[0].shape)
+        data, scales = (
+            self.kept if whole is self.whole else _parts_of(whole, x, instance.world_size)
+        )
         assert isinstance(product, ScaledProduct), "what takes two parts"
         return product.of_all_ranks(data, scales, out)
 
@@ -138,6 +139,13 @@ def _whole_of(x: Tensors, size: int) -> torch.Tensor:
     if len(x) == 1:
         return x[0].new_empty(size * x[0].shape[0], x[0].shape[1])
     return x[1].new_empty(size * (x[0].numel() // WORD + x[1].numel()))
+
+
+def _parts_of(whole: torch.Tensor, x: Tensors, size: int) -> Tensors:
+    """Both parts of gather(x): data [R * m, K], and scales [R, ...] as they travel."""
+    (first, scale), end = x, size * x[0].numel() // WORD
+    data = whole[:end].view(first.dtype).view(size * first.shape[0], first.shape[1])
+    return data, whole[end:].view(size, *scale.shape)
 
 
 def gather_then_multiply(
@@ -158,7 +166,8 @@ def gather_then_multiply(
                 whole = kept.view(x[0].dtype).view(size * x[0].shape[0], x[0].shape[1])
             else:
                 whole = kept.view(torch.float32)
-        call = GatherThenMultiply(instance, launch, whole)
+        views = _parts_of(whole, x, size) if whole is not None and len(x) > 1 else ()
+        call = GatherThenMultiply(instance, launch, whole, views)
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 

@@ -83,53 +83,94 @@ def quantize(x: torch.Tensor, kind: str = "row") -> tuple[torch.Tensor, torch.Te
 
 
 def quantize_rows(
-    x: torch.Tensor, kind: str, powers: bool = False
+    x: torch.Tensor, kind: str, powers: bool = False, shape: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, K] by ``"row"`` or ``"block"``: data, and the scale as it travels
-    (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two."""
+    (``scaled.as_sent``), in one launch. ``powers``: scales are powers of two. ``shape``: another
+    one for the scale, since each view takes 1 us."""
     (rows, depth), in_blocks = x.shape, kind == "block"
+    shape = shape or ((blocks(depth), rows) if in_blocks else (rows,))
     if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and interpreting())):
         data, scale = _in_torch(x, kind, powers)
-        return data, scale.t().contiguous() if in_blocks else scale.view(-1)
-    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    shape = (blocks(depth), rows) if in_blocks else (rows,)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        return data, scale.t().contiguous() if in_blocks else scale.view(shape)
+    data = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
+    scale = x.new_empty(shape, dtype=torch.float32)
     _launcher(rows, depth, in_blocks, powers, x.get_device())(x, data, scale)
-    return data.view(FP8), scale
+    return data, scale
+
+
+def quantize_both_rows(
+    x: torch.Tensor, w: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """x [rows, K] and w [cols, K] of one dtype by rows, with scales that are powers of two, in the
+    launch of one: data and scales [rows] of x, data and scales [1, cols] of w."""
+    (rows, depth), cols = x.shape, w.shape[0]
+    if not (x.numel() and w.numel() and (x.is_cuda or interpreting())):
+        return quantize_rows(x, "row", True), quantize_rows(w, "row", True, (1, cols))
+    of_x, of_w = (
+        torch.empty_like(t, dtype=FP8, memory_format=torch.contiguous_format) for t in (x, w)
+    )
+    x_scale = x.new_empty(rows, dtype=torch.float32)
+    w_scale = x.new_empty(1, cols, dtype=torch.float32)
+    launch = _launcher(rows, depth, False, True, x.get_device(), cols)
+    launch(x, of_x, x_scale, w, of_w, w_scale)
+    return (of_x, x_scale), (of_w, w_scale)
 
 
 def quantize_columns(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x.T of x [rows, cols] with scales that are powers of two: data [cols, rows], with zeros that
-    pad its rows to a multiple of 16, and [cols] scales; ``whole``: [1], of all of x."""
+    pad its rows to a multiple of 16, and scales [1, cols]; ``whole``: all equal, by all of x."""
     (rows, cols), more = x.shape, -x.shape[0] % ALIGN
     if x.numel() == 0 or not (x.is_cuda or interpreting()):
         data, scale = _in_torch(x if whole else x.t(), "tensor" if whole else "row", powers=True)
         data = pad((data.t() if whole else data).contiguous().view(torch.uint8), (0, more))
-        return data.view(FP8), scale.view(-1)
+        return data.view(FP8), scale.reshape(1, -1).expand(1, cols).contiguous()
     x = x.contiguous()
-    data = torch.empty((cols, rows + more), dtype=torch.uint8, device=x.device)
-    greatest = torch.zeros(1 if whole else cols, dtype=torch.int32, device=x.device)
-    scale = torch.empty(greatest.shape, dtype=torch.float32, device=x.device)
-    find, turn = _columns_launchers(rows, cols, rows + more, whole, x.get_device())
-    find(x, greatest)
-    turn(x, greatest, data, scale)
-    return data.view(FP8), scale
+    data = x.new_empty(cols, rows + more, dtype=FP8)
+    scale = x.new_empty(1, cols, dtype=torch.float32)
+    greatest = x.new_zeros(cols, dtype=torch.int32)
+    find, turn = _columns_launchers(rows, cols, rows + more, whole, 0, x.get_device())
+    find(x, x, greatest)
+    turn(x, x, greatest, data, data, scale, scale)
+    return data, scale
+
+
+def quantize_both_columns(
+    x: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`quantize_columns` of two tensors with equal rows and dtype, in the launches of one:
+    data and scales [cols, 1] of x, then data and scales [1, cols] of y."""
+    (rows, cols), others, more = x.shape, y.shape[1], -x.shape[0] % ALIGN
+    if x.numel() == 0 or not (x.is_cuda or interpreting()):
+        data, scale = quantize_columns(x)
+        return data, scale.view(-1, 1), *quantize_columns(y)
+    x, y = x.contiguous(), y.contiguous()
+    data, of_y = (x.new_empty(n, rows + more, dtype=FP8) for n in (cols, others))
+    scale = x.new_empty(cols, 1, dtype=torch.float32)
+    y_scale = x.new_empty(1, others, dtype=torch.float32)
+    greatest = x.new_zeros(cols + others, dtype=torch.int32)
+    find, turn = _columns_launchers(rows, cols, rows + more, False, others, x.get_device())
+    find(x, y, greatest)
+    turn(x, y, greatest, data, of_y, scale, y_scale)
+    return data, scale, of_y, y_scale
 
 
 @lru_cache(maxsize=1024)
 def _columns_launchers(
-    rows: int, cols: int, pitch: int, whole: bool, _device: int
+    rows: int, cols: int, pitch: int, whole: bool, others: int, _device: int
 ) -> tuple[Launcher, Launcher]:
     from tileweave.kernels.quantize import columns_launchers
 
-    return columns_launchers(rows, cols, pitch, whole)
+    return columns_launchers(rows, cols, pitch, whole, others)
 
 
 @lru_cache(maxsize=1024)
-def _launcher(rows: int, depth: int, in_blocks: bool, powers: bool, _device: int) -> Launcher:
+def _launcher(
+    rows: int, depth: int, in_blocks: bool, powers: bool, _device: int, others: int = 0
+) -> Launcher:
     from tileweave.kernels.quantize import quantize_launcher
 
-    return quantize_launcher(rows, depth, in_blocks, powers)
+    return quantize_launcher(rows, depth, in_blocks, powers, other_rows=others)
 
 
 def _scale_of(greatest: torch.Tensor, powers: bool) -> torch.Tensor:

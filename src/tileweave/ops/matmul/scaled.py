@@ -20,6 +20,8 @@ what float32 arithmetic makes of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,21 +134,30 @@ class ScaledProduct(NamedTuple):
         return self.w.data.shape[0]
 
     def __call__(
-        self, x: tuple[torch.Tensor, ...], out: torch.Tensor | None = None
+        self,
+        x: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None = None,
+        turned: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
         """x: data [M, K] and its scale, as :func:`as_sent` returns it. Stores in ``out`` if
-        given."""
+        given. ``turned``: what :func:`weight_as_read` returned."""
         data, sent = x
-        given = Scaled(data, from_sent(sent, self.kind), self.kind)
-        if data.is_cuda and data.numel() and self.cols:
-            y = _by_cublas(given, self, out)
-        else:
-            y = given.value() @ self.w.value().t()
-            if self.bias is not None:
-                y += self.bias.float()
-        if out is None:
-            return y.to(self.dtype)
-        return out if y is out else out.copy_(y)
+        return self.of(Scaled(data, from_sent(sent, self.kind), self.kind), out, turned)
+
+    def of(
+        self,
+        x: Scaled,
+        out: torch.Tensor | None = None,
+        turned: tuple[torch.Tensor, ...] = (),
+    ) -> torch.Tensor:
+        """As a call, of an operand."""
+        if x.data.is_cuda and x.data.numel() and self.cols:
+            y = _by_cublas(x, self, out, turned)
+            return y if out is None or y is out else out.copy_(y)
+        y = x.value() @ self.w.value().t()
+        if self.bias is not None:
+            y += self.bias.float()
+        return y.to(self.dtype) if out is None else out.copy_(y)
 
     def rows_of(
         self, x: tuple[torch.Tensor, ...], begin: int, rows: int
@@ -159,9 +170,12 @@ class ScaledProduct(NamedTuple):
             sent = aligned(sent.narrow(0, begin, rows))
         return data.narrow(0, begin, rows), sent
 
-    def repeated(self) -> ScaledProduct:
+    def repeated(self) -> Callable[..., torch.Tensor]:
         """This product, for several calls with ``out``."""
-        return self
+        data = self.w.data
+        if not data.is_cuda or not data.numel():
+            return self
+        return partial(self, turned=weight_as_read(self.w, self.kind))
 
     def of_all_ranks(
         self, data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
@@ -171,7 +185,7 @@ class ScaledProduct(NamedTuple):
         if self.kind == "block":
             return self((data, scales.transpose(0, 1).flatten(1)), out)
         if self.kind == "row":
-            return self((data, scales.view(-1)), out)
+            return self.of(Scaled(data, scales.view(-1, 1), "row"), out)
         # each rank has its own
         rows = data.shape[0] // scales.shape[0]
         each = scales.view(-1, 1).expand(-1, rows).reshape(-1)
@@ -200,16 +214,22 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
 _PADDED: set[tuple[object, ...]] = set()
 
 
-def _by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> torch.Tensor:
+def _by_cublas(
+    x: Scaled,
+    product: ScaledProduct,
+    out: torch.Tensor | None,
+    turned: tuple[torch.Tensor, ...] = (),
+) -> torch.Tensor:
     """The product; of rows padded to a multiple of 16 where cuBLAS has no kernel for their number
     (seen of 5 rows: it refuses them before it queues anything)."""
     (rows, depth), w = x.data.shape, product.w
+    turned = turned or weight_as_read(w, x.kind)
     if rows % 16 == 0:
-        return _once_by_cublas(x, product, out)
+        return _once_by_cublas(x, product, out, turned)
     key = (rows, depth, w.data.shape[0], x.kind, w.kind, product.dtype, product.fast_accum)
     if key not in _PADDED:
         try:
-            return _once_by_cublas(x, product, out)
+            return _once_by_cublas(x, product, out, turned)
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
@@ -217,26 +237,30 @@ def _by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> t
     more = -rows % 16
     data = pad(x.data.view(torch.uint8), (0, 0, 0, more)).view(FP8)
     scale = x.scale if x.kind == "tensor" else pad(x.scale.t(), (0, more)).t()
-    y = _once_by_cublas(Scaled(data, scale, x.kind), product, None)[:rows]
+    y = _once_by_cublas(Scaled(data, scale, x.kind), product, None, turned)[:rows]
     return y if out is None else out.copy_(y)
 
 
-def _once_by_cublas(x: Scaled, product: ScaledProduct, out: torch.Tensor | None) -> torch.Tensor:
-    rows, w, bias = x.data.shape[0], product.w, product.bias
-    given = as_scaled_mm_reads(x, w)
+def _once_by_cublas(
+    x: Scaled,
+    product: ScaledProduct,
+    out: torch.Tensor | None,
+    turned: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    rows, bias = x.data.shape[0], product.bias
+    data, of_x = rows_as_read(x, product.w.kind)
     # cuBLAS adds no bias to a product of blocks
     added = bias if x.kind != "block" else None
-    fits = out is not None and given[0].shape[0] == rows and out.data_ptr() % ALIGN == 0
-    into = {"out": out} if fits else {}
+    fits = out is not None and data.shape[0] == rows and out.data_ptr() % ALIGN == 0
     y = torch._scaled_mm(
-        given[0],
-        given[1],
-        scale_a=given[2],
-        scale_b=given[3],
+        data,
+        turned[0],
+        scale_a=of_x,
+        scale_b=turned[1],
         bias=None if added is None else aligned(added),
         out_dtype=product.dtype,
         use_fast_accum=product.fast_accum,
-        **into,
+        out=out if fits else None,
     )
     if y.shape[0] != rows:
         y = y[:rows]
@@ -261,27 +285,45 @@ def as_scaled_mm_reads(x: Scaled, w: Scaled) -> tuple[torch.Tensor, ...]:
     check differently. There each row of w has scales of its own, [K/128, N] with strides (N, 1):
     the same numbers.
     """
+    data, of_x = rows_as_read(x, w.kind)
+    turned, of_w = weight_as_read(w, x.kind)
+    return data, turned, of_x, of_w
+
+
+def rows_as_read(x: Scaled, of_w: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and its scale, as :func:`as_scaled_mm_reads` says. ``of_w``: the kind of the scale of w."""
     rows, depth = x.data.shape
-    cols = w.data.shape[0]
-    data, of_x, of_w = aligned(x.data), x.scale, w.scale
+    data, scale = aligned(x.data), x.scale
     if rows == 1:  # whose strides may be any, also those of a column
         data = data.view(-1).view(1, depth)
     if x.kind == "block":
         more = -rows % 4
         if more:
             data = pad(data.view(torch.uint8), (0, 0, 0, more)).view(FP8)
-            of_x = pad(of_x.t(), (0, more)).t()
-        of_x = aligned(of_x)
-        if of_w.shape[1] % 4:
-            of_w = of_w.repeat_interleave(BLOCK, 0)[:cols].t().contiguous()
-        else:
-            of_w = aligned(of_w.contiguous()).t()
-    elif "row" in (x.kind, w.kind):
-        of_x = aligned(of_x.reshape(-1, 1).expand(rows, 1).contiguous())
-        of_w = aligned(of_w.reshape(1, -1).expand(1, cols).contiguous())
-    else:
-        of_x, of_w = aligned(of_x.reshape(())), aligned(of_w.reshape(()))
-    return data, aligned(w.data).t(), of_x, of_w
+            scale = pad(scale.t(), (0, more)).t()
+        return data, aligned(scale)
+    return data, _as_read(scale, (rows, 1) if "row" in (x.kind, of_w) else ())
+
+
+def weight_as_read(w: Scaled, of_x: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """w and its scale, as :func:`as_scaled_mm_reads` says. ``of_x``: the kind of the scale of x."""
+    cols, scale = w.data.shape[0], w.scale
+    turned = aligned(w.data).t()
+    if of_x != "block":
+        return turned, _as_read(scale, (1, cols) if "row" in (of_x, w.kind) else ())
+    if scale.shape[1] % 4:
+        return turned, aligned(scale.repeat_interleave(BLOCK, 0)[:cols].t().contiguous())
+    return turned, aligned(scale.contiguous()).t()
+
+
+def _as_read(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A scale of a tensor or of rows in this shape; one of a tensor is repeated."""
+    if scale.shape != shape:  # each view takes 1 us
+        count = max(shape, default=1)
+        if scale.numel() != count:
+            scale = scale.reshape(-1).expand(count)
+        scale = scale.reshape(shape)
+    return aligned(scale.contiguous())
 
 
 # --- Checks ---
@@ -293,15 +335,17 @@ def check_tile(config: MatmulConfig, product: ScaledProduct, quarters: bool) -> 
     fits = product.kind != "block" and (product.fast_accum or quarters)
     require(
         config.tile_n <= 128 or fits,
-        f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
-        f"fast_accum={product.fast_accum}",
+        lambda: (
+            f"FP8 operands in tiles of {config.tile_n} columns, scales of kind {product.kind!r}, "
+            f"fast_accum={product.fast_accum}"
+        ),
         "such tiles with scales of tensors or rows, in all_gather_matmul with fast_accum=True",
         "pass a config with tiles of 128 columns",
     )
     require(
         config.tile_k == BLOCK,
-        f"FP8 operands in tiles of {config.tile_k} of K",
-        f"tiles of {BLOCK}",
+        lambda: f"FP8 operands in tiles of {config.tile_k} of K",
+        "tiles of 128",
         "pass such a config, or one of cuBLAS",
     )
 

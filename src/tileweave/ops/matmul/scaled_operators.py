@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,9 @@ from tileweave.planning.matmul import (
 )
 from tileweave.planning.problem import FAST, MatmulConfig, Plan
 from tileweave.planning.topology import Topology
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.reduce_by_cublas import Added
 
 AG, RS, AR = all_gather_matmul_fused.OP, matmul_reduce_scatter_fused.OP, matmul_all_reduce_fused.OP
 NAMES = {
@@ -133,21 +136,9 @@ def _prepare(
 
     def checked(size: int) -> None:
         check(size)
-        machine = machine_of(x.device)
-        require(
-            w_scale is None or machine.backend != "cuda" or machine.arch >= FP8_ARCH,
-            lambda: f"FP8 operands on {machine.name}, of compute capability {machine.arch / 10}",
-            f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
-            "pass operands of 16 bits",
-        )
-        if w_scale is not None and machine.backend == "cuda" and not machine.hopper:
+        if w_scale is not None:
             kind, _ = _kind(x, call.x_scale, w, w_scale, call.quantize)
-            require(
-                kind != "block",
-                f"scales of blocks on {machine.name}, of compute capability {machine.arch / 10}",
-                "9.0, for which cuBLAS has them",
-                "quantise by rows",
-            )
+            check_device(x.device, kind)
 
     refuse_gradients(x, call.x_scale, w, w_scale, bias, *others, *results)
     chosen = accept(
@@ -159,7 +150,7 @@ def _prepare(
         results,
         ("fp8", call.out_dtype, call.fast_accum, call.quantize, options),
         checked,
-        lambda ranks: plan(op, x, w, ranks, _scales(call)),
+        lambda ranks: plan(op, x, w.shape[0], ranks, _scales(call), w.dtype),
     )
     if w_scale is None:
         from tileweave.ops.matmul.cublas import Plain  # loads triton
@@ -172,18 +163,36 @@ def _prepare(
     return Planned(chosen, product, _parts(x, call.x_scale, of_x, call.quantize))
 
 
+def check_device(device: torch.device, kind: str) -> None:
+    """Raise :class:`InputError` for a device that has no FP8, or none with scales of ``kind``."""
+    machine = machine_of(device)
+    require(
+        machine.backend != "cuda" or machine.arch >= FP8_ARCH,
+        lambda: f"FP8 operands on {machine.name}, of compute capability {machine.arch / 10}",
+        f"{FP8_ARCH / 10} or more, whose tensor cores take FP8",
+        "pass operands of 16 bits",
+    )
+    require(
+        machine.backend != "cuda" or machine.hopper or kind != "block",
+        lambda: f"scales of blocks on {machine.name}, of compute capability {machine.arch / 10}",
+        "9.0, for which cuBLAS has them",
+        "quantise by rows",
+    )
+
+
 def plan(
     op: str,
     x: torch.Tensor,
-    w: torch.Tensor,
+    cols: int,
     ranks: Topology,
     scales: str,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = FP8,
 ) -> Plan[MatmulConfig]:
     """The plan of a call with FP8 operands, the same on every rank.
 
-    scales : as ``Problem`` has them; "" without FP8 operands. dtype : of w, if it is quantised
-    first.
+    cols : of the result.
+    scales : as ``Problem`` has them; "" without FP8 operands.
+    dtype : of w.
     """
     planner = {
         AG: plan_all_gather_matmul,
@@ -191,7 +200,7 @@ def plan(
         AR: plan_matmul_all_reduce,
     }[op]
     rows = x.shape[0] // ranks.size if op == RS else x.shape[0]
-    return plan_for(planner, x, rows, w.shape[0], ranks, dtype=dtype or w.dtype, scales=scales)
+    return plan_for(planner, x, rows, cols, ranks, dtype=dtype, scales=scales)
 
 
 def scales_of(of_x: str, of_w: str, fast_accum: bool) -> str:
@@ -256,14 +265,16 @@ def gather(
     made = _prepare(
         AG, call, bias, (), (out,), group_name, lambda size: _check_gather(call, bias, size)
     )
-    if made.chosen.config is None:
-        log_fallback(AG, made.chosen)
-        return reference.all_gather_scaled_matmul(
-            made.parts, made.product, group_of(group_name), out
-        )
-    return all_gather_matmul_fused.run_scaled(
-        made.parts, made.product, out, group_name, made.chosen
-    )
+    return run_gather(made, group_name, out)
+
+
+def run_gather(made: Planned, group_name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Make a call of all_gather_matmul, and return its result, in ``out`` if given."""
+    chosen, product, parts = made
+    if chosen.config is None:
+        log_fallback(AG, chosen)
+        return reference.all_gather_scaled_matmul(parts, product, group_of(group_name), out)
+    return all_gather_matmul_fused.run_scaled(parts, product, out, group_name, chosen)
 
 
 # --- matmul_reduce_scatter ---
@@ -293,18 +304,25 @@ def scatter(
     made = _prepare(
         RS, call, bias, (), (out,), group_name, lambda size: _check_scatter(call, bias, size)
     )
-    if made.chosen.config is None:
-        log_fallback(RS, made.chosen)
+    return run_scatter(made, bias, group_name, out)
+
+
+def run_scatter(
+    made: Planned, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Make a call of matmul_reduce_scatter, and return its result, in ``out`` if given."""
+    chosen, product, parts = made
+    if chosen.config is None:
+        log_fallback(RS, chosen)
         return reference.scaled_matmul_reduce_scatter(
-            made.parts, made.product, bias, group_of(group_name), out
+            parts, product, bias, group_of(group_name), out
         )
-    if out is None:
-        rows = x.shape[0] // made.chosen.world_size
-        out = x.new_empty(rows, w.shape[0], dtype=made.product.dtype)
-    matmul_reduce_scatter_fused.run_scaled(
-        made.parts, made.product, bias, out, group_name, made.chosen
-    )
-    return out
+    y = out
+    if y is None:
+        rows = parts[0].shape[0] // chosen.world_size
+        y = parts[0].new_empty(rows, product.cols, dtype=product.dtype)
+    matmul_reduce_scatter_fused.run_scaled(parts, product, bias, y, group_name, chosen)
+    return y
 
 
 def _fake(
@@ -400,19 +418,12 @@ def reduce(
         lambda _: _check_reduce(call, bias, residual, norm_weight, residual_out, quantize_out),
         (norm_eps, quantize_out),
     )
-    (rows, _), cols, dtype, config = x.shape, w.shape[0], made.product.dtype, made.chosen.config
     added = Added(bias, residual, norm_weight, norm_eps, quantize_out)
-    if config is None:
-        log_fallback(AR, made.chosen)
-        group, memory = group_of(group_name), (out, residual_out)
-        y, kept = reference.scaled_matmul_all_reduce(
-            made.parts, made.product, *added[:4], group, *memory
-        )
-        return _as_returned(y, kept, quantize_out)
-    kept = residual_out
-    if kept is None and norm_weight is not None:
-        kept = x.new_empty(rows, cols, dtype=dtype)
-    if config.kernel == "library" and quantize_out:  # by the launch of the norm
+    config, (rows, _), cols = made.chosen.config, x.shape, w.shape[0]
+    if quantize_out and config is not None and config.kernel == "library":  # by that of the norm
+        kept = residual_out
+        if kept is None:
+            kept = x.new_empty(rows, cols, dtype=made.product.dtype)
         data = x.new_empty(rows, cols, dtype=torch.uint8)
         shape = (rows,) if quantize_out == "row" else (blocks(cols), rows)
         scale = x.new_empty(shape, dtype=torch.float32)
@@ -420,14 +431,36 @@ def reduce(
             made.parts, made.product, added, data, kept, group_name, made.chosen, scale
         )
         return data.view(FP8), _scale_of(scale, quantize_out), kept
-    y = x.new_empty(rows, cols, dtype=dtype) if out is None else out
-    if config.kernel == "library" or w_scale is not None:
-        matmul_all_reduce_fused.run_scaled(
-            made.parts, made.product, added, y, kept, group_name, made.chosen
-        )
-    else:
-        matmul_all_reduce_fused.run_fused(x, w, *added[:4], y, kept, group_name, made.chosen)
+    y, kept = run_reduce(made, added, group_name, out, residual_out)
     return _as_returned(y, kept, quantize_out)
+
+
+def run_reduce(
+    made: Planned,
+    added: Added,
+    group_name: str,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Make a call of matmul_all_reduce with a result that is not quantised: (result, what is kept
+    for the residual), in the memory of the caller if given."""
+    chosen, product, parts = made
+    config, rows = chosen.config, parts[0].shape[0]
+    if config is None:
+        log_fallback(AR, chosen)
+        more = group_of(group_name), out, residual_out
+        return reference.scaled_matmul_all_reduce(parts, product, *added[:4], *more)
+    shape, dtype = (rows, product.cols), product.dtype
+    y = parts[0].new_empty(shape, dtype=dtype) if out is None else out
+    kept = residual_out
+    if kept is None and added.norm_weight is not None:
+        kept = torch.empty_like(y)
+    if config.kernel == "library" or len(parts) > 1:
+        matmul_all_reduce_fused.run_scaled(parts, product, added, y, kept, group_name, chosen)
+    else:  # operands of 16 bits
+        given = parts[0], product.w, *added[:4]
+        matmul_all_reduce_fused.run_fused(*given, y, kept, group_name, chosen)
+    return y, kept
 
 
 def _as_returned(
@@ -541,7 +574,8 @@ def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
         _check_scatter(call, bias, size)
     else:
         _check(call, bias)
-    return plan(op, call.x, call.w, known_topology_of(name_of(group)), _scales(call))
+    ranks = known_topology_of(name_of(group))
+    return plan(op, call.x, call.w.shape[0], ranks, _scales(call), call.w.dtype)
 
 
 def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any) -> None:
