@@ -132,8 +132,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole, *more)
     else:
         launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride(), None, gathered)
-    mirror = torch.empty_like(out) if case.gathered else None
-    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirror, mirror), target)
+    mirrors = (0,) * (WORLD_SIZE - 1)
+    residual = torch.empty_like(out) if case.gathered else None
+    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirrors, residual), target)
 
 
 @functools.cache
