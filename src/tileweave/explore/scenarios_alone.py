@@ -211,9 +211,9 @@ def _gathered(world: World, seed: int) -> Found:
     """Rows that peers have stored in the mirror, or not."""
     tiles = OwnerTiles(RANK, SIZE, 48, 16, 1, 18, 2, 1, 3, 2, 1, False)
     choices: Any = scatters.Choices(
-        SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True, BLOCK=64
+        SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True, BLOCK=16
     )
-    cols, fewer, slot = (1, 5)[seed % 2], 1 + seed % 40, seed // 2 % 2
+    fewer, cols, slot = (31, 1, 40)[seed % 3], (1, 5)[seed // 3 % 2], seed // 6 % 2
     rows, place = 3 * 48 - fewer, 32
     sizes = scatters.Sizes(place, 48, cols, cols, 16, 16, 16, rows)
     for fault in (False, True):

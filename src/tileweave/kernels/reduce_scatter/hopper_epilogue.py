@@ -281,7 +281,7 @@ def take_gathered(out, peers, slot_offset, tiles, sizes, num_chunks, epoch, C: g
         for step in range(1, WORLD_SIZE):
             source = (rank + WORLD_SIZE - step) % WORLD_SIZE
             there = gl.minimum(rows, sizes.height - source * rows)  # the last rank may have fewer
-            first = gl.minimum(chunk * height, there)
+            first = chunk * height
             # TMA stored these rows, so their length is a multiple of 16 bytes
             count = gl.multiple_of((gl.minimum(first + height, there) - first) * cols, 8)
             at = gl.multiple_of((source * rows + first).to(gl.int64) * cols, 8)

@@ -346,8 +346,8 @@ def take_gathered(out, peers, slot_offset, tiles, sizes, epoch, C: tl.constexpr)
             wait(peers, source * MAX_SLICES + REDUCED + chunk, epoch)
             fault = faulted(peers) != 0
             there = tl.minimum(rows, sizes.height - source * rows)  # the last rank may have fewer
-            first = tl.minimum(chunk * height, there)
-            count = (tl.minimum(first + height, there) - first) * cols
+            first = chunk * height
+            count = (tl.minimum(first + height, there) - first) * cols  # or fewer than none
             at = tl.cast(source * rows + first, tl.int64) * cols
             for begin in range(tl.program_id(0) * C.BLOCK, count, tl.num_programs(0) * C.BLOCK):
                 index = begin + tl.arange(0, C.BLOCK)
