@@ -202,9 +202,10 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     else:
         launch = scatter_plain.launcher(peers, schedule, config, DEPTH, w.stride(), scaling)
     given = None if config.transport == "sm" else staging
-    more = (torch.empty_like(out), torch.empty_like(out)) if by_tiles else (None, None)
+    mirrors = (0,) * (WORLD_SIZE - 1) if by_tiles else ()
+    residual = torch.empty_like(out) if by_tiles else None
     compiled = compile_one(
-        lambda: launch(x, w, bias.to(out.dtype), out, given, 0, *more, scales), TARGET
+        lambda: launch(x, w, bias.to(out.dtype), out, given, 0, mirrors, residual, scales), TARGET
     )
     assert compiled.fits_shared, compiled.shared_bytes
     assert compiled.spills is not None and compiled.spills <= STACK

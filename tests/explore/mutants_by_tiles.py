@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from tests.explore.mutants import AR, REDUCE, REDUCED, Mutant
 
-CALL = "ops/matmul/all_reduce_by_tiles.py"
 TILES = AR + "by tiles"
 _COUNT = "    if count_last(counter, height * tiles.tile_cols):\n"
 _PLACE = "peers.counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk"
 _HEIGHT = "tl.minimum(tiles.tile_rows - chunk * tiles.chunk_rows, tiles.chunk_rows)"
-_PEERS = "range(1, WORLD_SIZE):\n                peer"
+_ANNOUNCED_ROWS = "wait(peers, source * MAX_SLICES + REDUCED + chunk, epoch)"
+_STORES = """\
+                    for i in tl.static_range(1, WORLD_SIZE):
+                        theirs = slots_at(peers, (rank + i) % WORLD_SIZE, dtype) + mirror
+                        store_rows(acc.to(dtype), theirs, within, col, cols, own)
+"""
+_ANNOUNCES = "                    announce_own(peers, num_programs, tiles, first_row, epoch, C)\n"
+_COUNTS = (
+    "            if C.GATHER:\n"
+    "                if home == rank:  # though the last rank's last tiles may have no rows\n"
+    + _ANNOUNCES
+)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -36,15 +46,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one peer only is told of own rows",
         REDUCE,
-        _PEERS,
-        _PEERS.replace("WORLD_SIZE", "2"),
+        "notify_all(peers, index, tiles.rank, epoch, WORLD_SIZE, False)",
+        "notify_all(peers, index, tiles.rank, epoch, 2, False)",
         TILES,
     ),
     Mutant(
         "own rows are announced as partial sums",
         REDUCE,
-        "slot, REDUCED + chunk, epoch",
-        "slot, chunk, epoch",
+        "index = tiles.rank * MAX_SLICES + REDUCED + chunk",
+        "index = tiles.rank * MAX_SLICES + chunk",
         TILES,
     ),
     Mutant(
@@ -55,66 +65,87 @@ MUTANTS: tuple[Mutant, ...] = (
         TILES,
     ),
     Mutant(
-        "the mirror is not written",
+        "mirrors are not written",
         REDUCE,
         "own = own & (faulted(peers) == 0)",
         "own = own & (faulted(peers) != 0)",
         TILES,
     ),
     Mutant(
-        "rows are pulled before they are announced",
-        CALL,
-        "offset, flag, 1)",
-        "offset, flag, 0)",
+        "one mirror only is written",
+        REDUCE,
+        "for i in tl.static_range(1, WORLD_SIZE):\n                        theirs",
+        "for i in tl.static_range(1, 2):\n                        theirs",
         TILES,
     ),
     Mutant(
-        "rows are pulled out of the slot of the other parity",
-        CALL,
-        "mirror = slot * instance.slot_bytes",
-        "mirror = (1 - slot) * instance.slot_bytes",
+        "own rows are announced before they are stored in mirrors",
+        REDUCE,
+        _STORES + _COUNTS,
+        _ANNOUNCES + _STORES,
+        TILES,
+    ),
+    Mutant(
+        "the mirror is that of the slot of the other parity",
+        REDUCE,
+        "mirror = slot_offset + (WORLD_SIZE - 1) * sizes.place_size",
+        "mirror = peers.slot_size - slot_offset + (WORLD_SIZE - 1) * sizes.place_size",
+        TILES,
+    ),
+    Mutant(
+        "rows are copied out of the slot of the other parity",
+        REDUCE,
+        "mirror = peers.slots + slot_offset +",
+        "mirror = peers.slots + (peers.slot_size - slot_offset) +",
         TILES,
     ),
     Mutant(
         "the mirror begins where partial sums are",
-        CALL,
-        "+ s.slot_elements * itemsize",
-        "",
+        REDUCE,
+        "mirror = slot_offset + (WORLD_SIZE - 1) * sizes.place_size",
+        "mirror = slot_offset + 0 * sizes.place_size",
         TILES,
     ),
     Mutant(
-        "pulled rows in another's place",
-        CALL,
-        "(source * rows + begin)",
-        "(s.rank * rows + begin)",
+        "rows are copied before they are announced",
+        REDUCE,
+        _ANNOUNCED_ROWS,
+        _ANNOUNCED_ROWS.replace("epoch", "epoch - 1"),
         TILES,
     ),
     Mutant(
-        "rows that the last rank does not have are pulled",
-        CALL,
-        "own = min(rows, height - source * rows)",
-        "own = rows",
+        "programs wait for the first chunk of rows only",
+        REDUCE,
+        _ANNOUNCED_ROWS,
+        _ANNOUNCED_ROWS.replace(" + chunk", ""),
         TILES,
     ),
     Mutant(
-        "pulls of all slots wait for one flag",
-        CALL,
-        "flag(slot, source, REDUCED + chunk)",
-        "flag(0, source, REDUCED + chunk)",
+        "programs wait for rows of the peer before only",
+        REDUCE,
+        _ANNOUNCED_ROWS,
+        _ANNOUNCED_ROWS.replace("source *", "(rank + WORLD_SIZE - 1) % WORLD_SIZE *"),
         TILES,
     ),
     Mutant(
-        "a rank pulls what the next one has from the one before",
-        CALL,
-        "instance.slot_addresses[source]",
-        "instance.slot_addresses[s.rank]",
+        "rows are copied to another rank's place",
+        REDUCE,
+        "tl.store(whole + at + index, value,",
+        "tl.store(out + index, value,",
         TILES,
     ),
     Mutant(
-        "the call ends with its pushes",
-        CALL,
-        "return Copies([*copies, instance",
-        "return Copies([*copies[:-2], instance",
+        "rows that the last rank does not have are copied",
+        REDUCE,
+        "there = tl.minimum(rows, sizes.height - source * rows)",
+        "there = rows",
+        TILES,
+    ),
+    Mutant(
+        "the room of a mirror is that of one rank's rows",
+        REDUCED,
+        "size * rows * schedule.cols",
+        "rows * schedule.cols",
         TILES,
     ),
     Mutant(
@@ -127,8 +158,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "partial sums come from the result",
         REDUCED,
-        "source = staging and staging + offset",
-        "source = 0",
+        "self.copies[slot], staging.data_ptr(), capturing)",
+        "self.copies[slot], out.data_ptr(), capturing)",
         TILES,
     ),
 )

@@ -141,13 +141,14 @@ def take_kernel(peers, out):
 
 
 @triton.jit
-def announce_kernel(peers, num_programs, tiles, first_row, slot, C: tl.constexpr):
-    scatters.announce_own(peers, num_programs, tiles, first_row, slot, load_epoch(peers), C)
+def announce_kernel(peers, num_programs, tiles, first_row, C: tl.constexpr):
+    scatters.announce_own(peers, num_programs, tiles, first_row, load_epoch(peers), C)
 
 
 @triton.jit
-def end_kernel(peers, out, tiles, slot, sizes, C: tl.constexpr):
-    scatters.end_of_gather(peers, out, tiles, slot, sizes, load_epoch(peers), C)
+def gathered_kernel(peers, out, tiles, slot, sizes, C: tl.constexpr):
+    at = tl.cast(slot, tl.int64) * peers.slot_size
+    scatters.take_gathered(out, peers, at, tiles, sizes, load_epoch(peers), C)
 
 
 @triton.jit
@@ -188,32 +189,51 @@ def words(world: World, seed: int) -> Found:
     choices: Any = scatters.Choices(
         SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True
     )
-    chunk, words = RANK * MAX_SLICES + REDUCED + 1, SIZE * MAX_SLICES
-    flag = (1 + seed % 2) * words + SIZE + 1 + chunk
+    chunk = RANK * MAX_SLICES + REDUCED + 1
     for fault in (False, True):
         one = Alone(world, 4 * 32, 2 + 8 * MAX_SLICES)
         if fault:
             one.fail()
         counters = torch.zeros(2 + 8 * MAX_SLICES, dtype=torch.int32)
         counters[2 + (SIZE - 1) * MAX_SLICES + 1] = 1
-        announce_kernel[(1,)](one.peers, 2, tiles, 48 + 32, seed % 2, choices)
+        announce_kernel[(1,)](one.peers, 2, tiles, 48 + 32, choices)
         yield equal("told early", one.told(), {})
         yield "a counter of own tiles", one.instance.counters, counters
-        announce_kernel[(1,)](one.peers, 2, tiles, 48 + 32, seed % 2, choices)
-        told = {(peer, at): v for peer in (0, 2) for at, v in ((chunk, EPOCH), (flag, 1))}
+        announce_kernel[(1,)](one.peers, 2, tiles, 48 + 32, choices)
+        told = {(peer, chunk): EPOCH for peer in (0, 2)}
         yield equal("told", one.told(), {} if fault else told)
         yield "counters", one.instance.counters, torch.zeros_like(counters)
 
-    rows, cols = 3 * 48, 4
-    whole = unwritten(torch.zeros(rows, cols))
-    one = Alone(world, 4 * 32)
-    one.know(whole)
-    sizes = scatters.Sizes(0, 48, cols, cols, 16, 16, 16, rows)
-    with one.going_on():
-        end_kernel[(1,)](one.peers, whole[48:96], tiles, 0, sizes, choices)
-    late = [at + REDUCED + chunk for at in _first(one) for chunk in (0, 1)]
-    yield equal("chunks that are waited for", one.missed[:4], late)
-    yield "rows of a gather that failed", whole, torch.full_like(whole, float("nan"))
+    yield from _gathered(world, seed)
+
+
+def _gathered(world: World, seed: int) -> Found:
+    """Rows that peers have stored in the mirror, or not."""
+    tiles = OwnerTiles(RANK, SIZE, 48, 16, 1, 18, 2, 1, 3, 2, 1, False)
+    choices: Any = scatters.Choices(
+        SIZE, False, False, False, 16, 16, 16, 1, True, False, GATHER=True, BLOCK=16
+    )
+    fewer, cols, slot = (31, 1, 40)[seed % 3], (1, 5)[seed // 3 % 2], seed // 6 % 2
+    rows, place = 3 * 48 - fewer, 32
+    sizes = scatters.Sizes(place, 48, cols, cols, 16, 16, 16, rows)
+    for fault in (False, True):
+        whole = unwritten(torch.zeros(rows, cols))
+        one = Alone(world, 4 * (2 * place + 3 * 48 * cols))
+        one.know(whole)
+        mirror = one.slots(RANK)[slot * one.peers.slot_size + 2 * place :]
+        mirror[: rows * cols] = whole_numbers((rows * cols,), "mirror", seed)
+        if not fault:
+            one.instance.signals.fill_(EPOCH)
+        with one.going_on():
+            gathered_kernel[(1,)](one.peers, whole[48:96], tiles, slot, sizes, choices)
+        late = [at + REDUCED + chunk for chunk in (0, 1) for at in _first(one)]
+        yield equal("chunks that are waited for", one.missed[:4], late if fault else [])
+        want = mirror[: rows * cols].view(rows, cols).clone()
+        want[48:96] = 555.0
+        of_peers = torch.cat([want[:48], want[96:]])
+        got = torch.cat([whole[:48], whole[96:]])
+        yield "peers' rows", got, of_peers * float("nan") if fault else of_peers
+        yield "own rows", whole[48:96], want[48:96]
 
 
 def shards(world: World, seed: int) -> Found:
@@ -295,15 +315,16 @@ def pushes(world: World, seed: int) -> Found:
 
 
 def _by_tiles(world: World, seed: int) -> Found:
-    """The own rows of an all-reduce by tiles: into the result, and the mirror that peers pull."""
+    """The own rows of an all-reduce by tiles: into the result, and the mirrors of peers."""
     config = triton_config("copy_engine")
     schedule = ScatterSchedule(RANK, SIZE, 16, 16, 16, 16, 16, 16, 1, 1)
+    mirror = schedule.slot_elements + torch.arange(48 * 16).view(48, 16)  # indices in a slot
     for fault in (False, True):
-        one = Alone(world, 4 * schedule.slot_elements, 1 + 8 * MAX_SLICES)
+        one = Alone(world, 4 * (schedule.slot_elements + 48 * 16), 1 + 8 * MAX_SLICES)
         x, w = whole_numbers((48, 16), "x", seed).clone(), whole_numbers((16, 16), "w").clone()
-        out, whole = unwritten(torch.zeros(16, 16)), torch.zeros(48, 16)
-        staging, mirror = torch.zeros(2 * 256), torch.full((16, 16), 7.0)
-        one.know(x, w, whole, staging, mirror)
+        whole = torch.zeros(48, 16)
+        staging, at = torch.zeros(2 * 256), seed % 2 * one.peers.slot_size + mirror
+        one.know(x, w, whole, staging)
         launch = scatters.launcher(one.peers, schedule, config, 16, w.stride(), None, 48)
         # kernels multiply them by the columns of tiles, in 32 bits
         how = Exchange(0, 0)
@@ -315,15 +336,17 @@ def _by_tiles(world: World, seed: int) -> Found:
         else:
             one.instance.signals.fill_(EPOCH)
         with one.going_on():
-            launch(x, w, None, whole[16:32], staging, 0, mirror)
+            launch(x, w, None, whole[16:32], staging, seed % 2)
         want = (x @ w.t())[16:32]
         yield "own rows", whole[16:32], want * float("nan") if fault else want
-        yield "the mirror", mirror, torch.full_like(out, 7.0) if fault else want
+        for peer in (0, 2):
+            kept = torch.zeros(48, 16)
+            kept[16:32] = 0.0 if fault else want
+            yield "a mirror", one.slots(peer)[at], kept
         chunk, meeting = RANK * MAX_SLICES + REDUCED, SIZE * MAX_SLICES + RANK
-        flag = SIZE * MAX_SLICES + SIZE + 1 + chunk
         told = {(peer, meeting): EPOCH for peer in (0, 2)}
         if not fault:
-            told |= {(peer, at): v for peer in (0, 2) for at, v in ((chunk, EPOCH), (flag, 1))}
+            told |= {(peer, chunk): EPOCH for peer in (0, 2)}
         yield equal("told", one.told(), told)
         yield equal("counters", int(one.instance.counters.count_nonzero()), 0)
 

@@ -187,7 +187,6 @@ class Coefficients:
     copy_* : copy engines: ``latency`` before the first copy of a call; ``fraction``; ``queued``,
         time per copy; ``one``, the fraction that the copies of the co-run bound reach; ``wait``, a
         wait for a counter or a flag; ``look``, until a wait that was not satisfied looks again.
-    pull_fraction : of the link rate, by copies that read from peers, of more than two ranks.
     signal : from a remote store until a program there sees it.
     gap : between two dependent launches, in a graph or queued.
     stream, permute : fraction of the memory rate of copying kernels, and of those that read a
@@ -245,7 +244,6 @@ class Coefficients:
     copy_one: float
     copy_wait: float
     copy_look: float
-    pull_fraction: float
     signal: float
     gap: float
     stream: float
@@ -512,11 +510,6 @@ class Costs:
         curve = min(curves, key=lambda one: abs(math.log(one.world / world)))
         moved = nbytes * (world - 1) / world * (2.0 if kind == "all_reduce" else 1.0)
         return curve.latency + moved / (curve.fraction(nbytes) * link_rate)
-
-    def pull_fraction(self, ranks: int) -> float:
-        """Of the link rate, by copies that read from peers: nothing keeps two of more than two
-        ranks from reading the same one."""
-        return self.c.copy_fraction if ranks == 2 else self.c.pull_fraction
 
     def stream(self, nbytes: float) -> float:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""

@@ -17,6 +17,8 @@ from tileweave.planning.schedules.gather import cdiv
 
 # of a copy of a slice of an all-reduce, beyond its bytes: its wait and its signal (H200)
 _SLICE_COPY_SECONDS = 10e-6
+# from the last store of reduced rows until programs of peers copy them (four H200)
+_LAST_ROWS_SECONDS = 20e-6
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -115,14 +117,14 @@ def _fused(
     rate = (c.copy_fraction if copied else c.push_fraction) * link_rate
     if op == "matmul_all_reduce" and copied:
         slices = min(config.num_slices, cdiv(cdiv(w.m, size), config.tile_m))
-        copies = (size - 1) * _SLICE_COPY_SECONDS
-        push = w.nbytes / slices / rate + copies
-        pull = w.nbytes / slices / (costs.pull_fraction(size) * link_rate) + copies
-        # own rows are multiplied last: the first slice of them is done when this is left
-        left = multiply * (slices - 1) / (size * slices)
-        gathered = max(multiply + pull, multiply - left + slices * pull)
-        # copy engines are busy from the first slice of partial sums on
-        bound = max(gathered, multiply / (size * slices) + slices * (push + pull))
+        push = w.nbytes / slices / rate + (size - 1) * _SLICE_COPY_SECONDS
+        pushed = multiply / (size * slices) + slices * push
+        # own rows are multiplied last, each slice when the partial sums of all peers are there
+        last = (slices - 1) * push / (size - 1)
+        begun = max(multiply * (size - 1) / size, pushed - last)
+        stored = begun + w.nbytes / (c.push_fraction * link_rate)
+        bound = max(multiply, pushed, stored)
+        bound += _LAST_ROWS_SECONDS + costs.stream(2.0 * w.nbytes)  # peers' rows are copied
         return c.fused_launch + latency + bound
     if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
         return c.one_shot_launch + multiply + latency + w.nbytes * size / rate

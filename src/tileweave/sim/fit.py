@@ -25,8 +25,6 @@ _GIVEN = {
     "signal": "not measured by itself: 3.5 us for a barrier of both ways, less its launch",
     "copy_wait": "measured: decision 0013",
     "copy_look": "measured: decision 0013",
-    "pull_fraction": "three copies of 33.5 MB at once by each of four ranks, not in step: 375 to "
-    "419 us; planning/measured agrees with 0.5 to 0.6",
     "grouped_trip": "the latency of memory under load, as in planning/predict.py",
 }
 _FRACTIONS = (
@@ -105,7 +103,6 @@ START = Coefficients(
     copy_one=0.6,
     copy_wait=2.5e-6,
     copy_look=6e-6,
-    pull_fraction=0.7,
     signal=1.5e-6,
     gap=2e-6,
     stream=0.6,

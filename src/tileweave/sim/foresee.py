@@ -32,8 +32,7 @@ on each rank). Each fused operator is in the config that tileweave plans for {ra
 "unfused" in that column: what is planned. *Bound* is the co-run bound, as benches measure it.
 
 No coefficient was fitted to these ranks. NCCL takes curves that others published, and kernels are
-taken as among four, and so is contention between copies that nothing keeps in step
-(`pull_fraction`). A slow host is not in the times.
+taken as among four. A slow host is not in the times.
 
 Made by `python -m tileweave.sim.foresee {ranks} OUT RESULTS...` from:
 

@@ -311,8 +311,8 @@ def scatter_matmul(
     """A matmul whose tiles are pushed to their owners when they are computed, those of peers first.
 
     by_engine : copy engines copy whole chunks, one by one, when all tiles of a chunk are there;
-        otherwise the kernel stores each tile to its owner. Of an all-reduce they also pull what
-        peers have summed, chunk by chunk, after all pushes (decision 0045).
+        otherwise the kernel stores each tile to its owner. Of an all-reduce the kernel stores own
+        tiles at all peers (decision 0045).
 
     by_columns : owners have columns of the result, and not rows (an all-to-all that scatters
         columns).
@@ -353,11 +353,6 @@ class _Scatter(Kernel):
             for chunk in range(schedule.chunks)
             for first, end in [schedule.chunk_bounds(chunk)]
         }
-        # own tiles of each chunk that are not summed yet
-        self.unsummed = [
-            (end - first) * schedule.tile_cols
-            for first, end in map(schedule.chunk_bounds, range(schedule.chunks))
-        ]
         # the end of the last copy of each lane; the pulls of an all-to-all have one per owner
         self.lanes: dict[int, simpy.Event] = {}
         self.owners: ScatterSchedule = schedule
@@ -370,6 +365,8 @@ class _Scatter(Kernel):
             for link, load in loads.items()
             if not link.startswith("pair")
         )
+        # how much longer programs take to send what copy engines are timed for
+        self.by_program = costs.c.copy_fraction / costs.c.push_fraction
         m = schedule.rows * schedule.world_size
         self.tile_bytes = float(
             min(schedule.tile_m, m) * min(schedule.tile_n, schedule.cols) * itemsize
@@ -391,7 +388,9 @@ class _Scatter(Kernel):
         ]
         if not self.by_engine:
             processes.append(self.env.process(self._egress(tiles * per_tile)))
-        elif self.combine != "sum":
+        elif self.combine == "sum_and_gather":
+            processes.append(self.env.process(self._egress(self.owners.per_source)))
+        elif self.combine == "keep":
             processes.append(self.env.process(self._all_pulled()))
         return super().run(launch, processes)
 
@@ -410,10 +409,7 @@ class _Scatter(Kernel):
 
     def _all_pulled(self) -> Generator[simpy.Event, Any, None]:
         """The end of a call whose programs do not read what copy engines pull."""
-        if self.combine == "keep":
-            yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
-        else:
-            yield self.env.all_of([self._event(RESULT, c) for c in range(self.owners.chunks)])
+        yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
 
     def _store(self, peer: int, tiles: float, arrived: simpy.Event) -> simpy.Event:
         """Store ``tiles`` tiles. The program is blocked while links take them."""
@@ -450,25 +446,15 @@ class _Scatter(Kernel):
         rows = min(end * schedule.tile_m, schedule.rows) - first * schedule.tile_m
         return float(rows * schedule.cols * self.itemsize)
 
-    def _count_summed(self, chunk: int) -> None:
-        """Count a summed tile of a chunk; when it is the last one, so it is on all ranks, and the
-        copy engine pulls this chunk of each peer."""
-        self.unsummed[chunk] -= 1
-        if self.unsummed[chunk] == 0:
-            self.lanes[0] = self.env.process(self._pull(chunk, self.lanes.get(0)))
-
-    def _pull(self, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
-        late = self._waits(before)
-        if before is not None:
-            yield before
-        for distance in range(1, self.owners.world_size):
-            begin = self.env.now
-            slower = self.c.copy_fraction / self.costs.pull_fraction(self.owners.world_size)
-            nbytes = self._chunk_bytes(chunk) * slower
-            yield self.push(nbytes, [distance], late)
-            late = self.c.copy_wait + self.c.copy_queued
-            self.note(-1, "pull", distance, begin)
-        self._event(RESULT, chunk).succeed()
+    def _gather(self) -> Generator[simpy.Event, Any, None]:
+        """The end of a program: copy this program's share of the peers' rows into the result, each
+        chunk when all its tiles are there. By symmetry they come when own ones do at peers."""
+        size, cols = self.owners.world_size, self.owners.tile_cols
+        for chunk in range(self.owners.chunks):
+            first, end = self.owners.chunk_bounds(chunk)
+            yield self.env.all_of([self._event(RESULT, i) for i in range(first * cols, end * cols)])
+            moved = 2.0 * (size - 1) * self._chunk_bytes(chunk)
+            yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
 
     def _waits(self, before: simpy.Event | None) -> float:
         """Seconds until a copy engine begins a chunk that is there: its wait, and a queued copy. An
@@ -505,13 +491,17 @@ class _Scatter(Kernel):
                 if self.by_engine:
                     yield from self._add(program, parts, unit)
                     if self.combine == "sum_and_gather":
-                        self._count_summed(chunk)
+                        nbytes = (size - 1) * self.tile_bytes * self.by_program
+                        self.queue.put((SEVERAL, nbytes, self._event(RESULT, index)))
                     continue
                 # a sum reads the tiles of all peers at once
                 takes = size - 1 if self.combine == "keep" else 1
                 yield from self._sum(program, parts, index, takes)
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
+        if self.by_engine and self.combine == "sum_and_gather":
+            yield from self._gather()
+            return
         for tile in mine:  # by symmetry rows of peers are here when own rows are there
             yield from self._sum(
                 program,

@@ -49,7 +49,6 @@ def end_of_pulls(
     rank,
     epoch,
     WORLD_SIZE: gl.constexpr,
-    FIRST: gl.constexpr = 0,
 ):
     """The last program: all chunks were announced, all pulls are done, flags are zero; or else the
     result is NaN. See ``pull.end_of_pulls``."""
@@ -57,7 +56,7 @@ def end_of_pulls(
     for step in range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         for chunk in range(0, num_chunks):
-            wait(peers, source * MAX_SLICES + FIRST + chunk, epoch, -1, 1, 1)
+            wait(peers, source * MAX_SLICES + chunk, epoch, -1, 1, 1)
     # let the copies proceed: what they bring is overwritten below
     if faulted(peers):
         set_flags(flags, 1, WORLD_SIZE)

@@ -36,15 +36,14 @@ def end_of_pulls(
     epoch,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    FIRST: tl.constexpr = 0,
 ):
-    """The last program: chunks [FIRST, FIRST + num_chunks) of each peer have been announced, every
-    pull is done, flags are zero; or else the result is NaN."""
+    """The last program: all chunks of each peer have been announced, every pull is done, flags
+    are zero; or else the result is NaN."""
     flags = peers.signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1
     for step in range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         for chunk in range(0, num_chunks):
-            wait(peers, source * MAX_SLICES + FIRST + chunk, epoch)
+            wait(peers, source * MAX_SLICES + chunk, epoch)
     words = tl.arange(0, 8 * MAX_SLICES)
     inside = words < WORLD_SIZE * MAX_SLICES
     # let the copies proceed: what they bring is overwritten below

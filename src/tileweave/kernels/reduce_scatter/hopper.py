@@ -72,6 +72,7 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     piece_buffer,
     pieces_of,
     store_partition,
+    take_gathered,
     tile_place,
 )
 from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
@@ -246,6 +247,7 @@ def multiply_partition(
     tiles,
     sizes,
     part_rows,
+    num_chunks,
     num_partitions,
     C: gl.constexpr,
 ):
@@ -377,6 +379,8 @@ def multiply_partition(
                         epoch,
                         C,
                     )
+    if C.GATHER:
+        take_gathered(tensors.out, peers, slot_offset, tiles, sizes, num_chunks, epoch, C)
     leave(peers, epoch, num_partitions)
 
 
@@ -403,7 +407,13 @@ def matmul_reduce_scatter_hopper_kernel(
     slot1_desc,
     out_desc,
     staging_desc,
-    mirror_desc,
+    mirror1_desc,
+    mirror2_desc,
+    mirror3_desc,
+    mirror4_desc,
+    mirror5_desc,
+    mirror6_desc,
+    mirror7_desc,
     residual_desc,
     tensors,
     scales,
@@ -452,6 +462,15 @@ def matmul_reduce_scatter_hopper_kernel(
         cols = gl.allocate_shared_memory(gl.float32, [C.TILE_N], of_cols)
         scales = Scales(scales.x, scales.w, cols)
     num_partitions = gl.num_programs(0) * 3
+    mirrors = (
+        mirror1_desc,
+        mirror2_desc,
+        mirror3_desc,
+        mirror4_desc,
+        mirror5_desc,
+        mirror6_desc,
+        mirror7_desc,
+    )
     operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc, residual_desc)
     tiles = OwnerTiles(
         rank,
@@ -481,6 +500,7 @@ def matmul_reduce_scatter_hopper_kernel(
                     tiles,
                     sizes,
                     part_rows,
+                    num_chunks,
                     num_partitions,
                     C,
                 ),
@@ -492,7 +512,7 @@ def matmul_reduce_scatter_hopper_kernel(
                     tensors,
                     out_desc,
                     staging_desc,
-                    mirror_desc,
+                    mirrors,
                     boxes,
                     peers,
                     slot,
@@ -513,6 +533,7 @@ def matmul_reduce_scatter_hopper_kernel(
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in ("x", "w")), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
+MIRRORS = tuple(f"mirror{step}_desc" for step in range(1, 8))
 
 
 def choices_of(s: ScatterSchedule, c: MatmulConfig, strides_w: Sequence[int]) -> Choices:
@@ -571,7 +592,8 @@ def launcher(
         slot1_desc = descriptor(base + slot_bytes, made, shape, s.pitch, box)
         if whole:
             out_desc = descriptor(base, made, [own_rows, s.cols], s.cols, box)
-    further = ("mirror_desc",) * choices.GATHER + ("residual_desc",) * residual_added
+    further = MIRRORS[: s.world_size - 1] if choices.GATHER else ()
+    further = (*further, *("residual_desc",) * residual_added)
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
     part_elements = s.part_elements
@@ -583,7 +605,7 @@ def launcher(
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
-        mirror: torch.Tensor | None = None,
+        mirrors: Sequence[int] = (),
         residual: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] = (),
     ) -> Call:
@@ -596,8 +618,8 @@ def launcher(
         staged = base if staging is None else staging.data_ptr()
         bases = (x.data_ptr(), w.data_ptr(), stored, staged)
         if further:
-            given = (tensor for tensor in (mirror, residual) if tensor is not None)
-            bases = (*bases, *(tensor.data_ptr() for tensor in given))
+            of_residual = () if residual is None else (residual.data_ptr(),)
+            bases = (*bases, *mirrors, *of_residual)
 
         def changing() -> dict[str, Any]:
             return {
@@ -615,10 +637,10 @@ def launcher(
     fixed = {
         "slot0_desc": slot0_desc,
         "slot1_desc": slot1_desc,
-        "mirror_desc": unused,
+        **dict.fromkeys(MIRRORS, unused),
         "residual_desc": unused,
         "peers": peers,
-        "sizes": Sizes(s.place_elements, s.cols, height, height * s.cols),
+        "sizes": Sizes(s.place_elements, s.cols, height),
         "part_rows": 0,
         "rows": s.rows,
         "num_chunks": s.chunks,

@@ -34,7 +34,15 @@ from tileweave.device.gluon.peers import (
 )
 from tileweave.device.gluon.pull import announce_chunk, end_of_pulls
 from tileweave.device.gluon.self_signaling import push_piece
-from tileweave.device.gluon.signal import count_in, count_last, drain_tma_stores, store_async
+from tileweave.device.gluon.signal import (
+    acquire,
+    count_in,
+    count_last,
+    drain_tma_stores,
+    notify_all,
+    spin,
+    store_async,
+)
 from tileweave.device.triton.signal import MAX_SLICES, REDUCED
 
 # Columns that the epilogue handles at once: one swizzled row of shared memory.
@@ -45,8 +53,7 @@ REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Sizes(NamedTuple):
-    """Numbers that belong to the shape; those from ``x_step`` to ``out_step`` only of an exchange,
-    otherwise 0.
+    """Numbers that belong to the shape; from ``out_size`` on only of an exchange, otherwise 0.
 
     place_size : elements of a slot for one peer.
 
@@ -54,7 +61,8 @@ class Sizes(NamedTuple):
 
     height : rows of ``x``; 0 of an exchange.
 
-    out_size : elements of the whole result of an exchange, or of an all-reduce by tiles.
+
+    out_size : elements of the result.
 
     x_step, w_step, out_pitch, out_step : as in ``all_to_all/scatter_triton.py:Sizes``.
     """
@@ -62,7 +70,7 @@ class Sizes(NamedTuple):
     place_size: Any
     cols: Any
     height: Any
-    out_size: Any
+    out_size: Any = 0
     x_step: Any = 0
     w_step: Any = 0
     out_pitch: Any = 0
@@ -120,7 +128,7 @@ def store_partition(
     tensors,
     out_desc,
     staging_desc,
-    mirror_desc,
+    mirrors,
     boxes,
     peers,
     slot,
@@ -131,8 +139,8 @@ def store_partition(
     C: gl.constexpr,
 ):
     """One warp: store pieces of peers' tiles from shared memory in ``staging`` and count the tiles;
-    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``GATHER`` in the mirror, where
-    the program that completes a chunk of own tiles announces it.
+    if ``WHOLE``, store pieces of own tiles in ``out``, and with ``GATHER`` in the mirrors of peers,
+    where the program that completes a chunk of own tiles announces it.
 
     The warp of the last program ends the call: it waits for [pushed] and resets the counters to
     zero. A push has none of this. ``EXCHANGE``: ``staging_desc`` is of an own slot; the program
@@ -160,10 +168,10 @@ def store_partition(
             if stores:
                 row = first_row - home * rows
                 place = home - (home > rank).to(gl.int32)
-                twice = home == rank
-                if C.GATHER:  # after a fault peers may still pull what is there
-                    if twice:
-                        twice = not pull.faulted(peers)
+                sends = home == rank
+                if C.GATHER:
+                    if sends:
+                        sends = not pull.faulted(peers)
                 for piece in gl.static_range(PIECES):
                     mbarrier.wait(boxes.full.index(turn % BOXES), (turn // BOXES) & 1)
                     if home == rank:
@@ -173,12 +181,13 @@ def store_partition(
                             boxes.pieces.index(turn % BOXES),
                         )
                         if C.GATHER:
-                            if twice:
-                                store_async(
-                                    mirror_desc,
-                                    [row, col * TILE_N + piece * PIECE],
-                                    boxes.pieces.index(turn % BOXES),
-                                )
+                            if sends:
+                                for step in gl.static_range(WORLD_SIZE - 1):
+                                    store_async(
+                                        mirrors[step],
+                                        [row, col * TILE_N + piece * PIECE],
+                                        boxes.pieces.index(turn % BOXES),
+                                    )
                     else:
                         store_async(
                             staging_desc,
@@ -187,8 +196,8 @@ def store_partition(
                         )
                     if piece > 0:
                         # all but the stores of this piece
-                        if C.GATHER and twice:
-                            tma.store_wait(2)
+                        if C.GATHER and sends:
+                            tma.store_wait(WORLD_SIZE)
                         else:
                             tma.store_wait(1)
                         mbarrier.arrive(boxes.free.index((turn - 1) % BOXES), count=1)
@@ -214,20 +223,13 @@ def store_partition(
                     chunk_height = gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows)
                     if count_last(counter, chunk_height * tiles.tile_cols):
                         if not pull.faulted(peers):
-                            for step in range(1, WORLD_SIZE):
-                                peer = (rank + step) % WORLD_SIZE
-                                announce_chunk(
-                                    peers, peer, rank, slot, REDUCED + chunk, epoch, WORLD_SIZE
-                                )
+                            index = rank * MAX_SLICES + REDUCED + chunk
+                            notify_all(peers.signal_table, index, rank, epoch, WORLD_SIZE, False, 1)
         drain_tma_stores(epoch)
-        if C.EXCHANGE or C.GATHER:
+        if C.EXCHANGE:
             if program == num_programs - 1:
-                FIRST: gl.constexpr = REDUCED if C.GATHER else 0
-                whole = tensors.out
-                if C.GATHER:
-                    whole -= rank.to(gl.int64) * rows * sizes.cols
                 end_of_pulls(
-                    peers, whole, sizes.out_size, slot, num_chunks, rank, epoch, WORLD_SIZE, FIRST
+                    peers, tensors.out, sizes.out_size, slot, num_chunks, rank, epoch, WORLD_SIZE
                 )
         if not C.EXCHANGE:
             # The copy engine reads the epoch and the counters until it has pushed.
@@ -237,6 +239,57 @@ def store_partition(
                 for i in gl.static_range(WORLD_SIZE - 1):
                     gl.store(peers.counters + num_programs + i * MAX_SLICES + word, word * 0)
     leave(peers, epoch, num_partitions)
+
+
+@gluon.jit
+def await_rows(peers, chunk, first, last, epoch, C: gl.constexpr):
+    """Poll until ranks [first, last] have stored this chunk of their rows in the mirror."""
+    spin(
+        peers.signals + REDUCED + chunk,
+        first,
+        last,
+        MAX_SLICES,
+        epoch,
+        -1,
+        peers.control,
+        peers.report,
+        1,
+        8,
+        C.WARPS,
+    )
+
+
+@gluon.jit
+def take_gathered(out, peers, slot_offset, tiles, sizes, num_chunks, epoch, C: gl.constexpr):
+    """The warpgroups: copy the peers' rows from the mirror into the result; see
+    ``triton.take_gathered``."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    BLOCK: gl.constexpr = 32 * C.WARPS * 32
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [C.WARPS], [0])
+    rank, rows, cols = tiles.rank, tiles.rows, sizes.cols
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    whole = out - rank.to(gl.int64) * rows * cols
+    mirror = peers.slots + slot_offset + (WORLD_SIZE - 1) * sizes.place_size
+    height = tiles.chunk_rows * C.TILE_M
+    for chunk in range(0, num_chunks):
+        if rank > 0:
+            await_rows(peers, chunk, 0, rank - 1, epoch, C)
+        if rank < WORLD_SIZE - 1:
+            await_rows(peers, chunk, rank + 1, WORLD_SIZE - 1, epoch, C)
+        acquire(epoch)
+        fault = faulted(peers) != 0
+        for step in range(1, WORLD_SIZE):
+            source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+            there = gl.minimum(rows, sizes.height - source * rows)  # the last rank may have fewer
+            first = chunk * height
+            # TMA stored these rows, so their length is a multiple of 16 bytes
+            count = gl.multiple_of((gl.minimum(first + height, there) - first) * cols, 8)
+            at = gl.multiple_of((source * rows + first).to(gl.int64) * cols, 8)
+            for begin in range(program * BLOCK, count, num_programs * BLOCK):
+                index = begin + gl.arange(0, BLOCK, layout=layout)
+                value = gl.load(mirror + at + index, mask=index < count, other=0.0)
+                value = gl.where(fault, float("nan"), value)
+                gl.store(whole + at + index, value, mask=index < count)
 
 
 @gluon.jit

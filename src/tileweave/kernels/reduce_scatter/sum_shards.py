@@ -8,8 +8,7 @@ computes the next. This kernel is queued after the product for the own rows.
     slot   [R, m, N]   one of two, by the host's count of calls; place s is rank s's partial sum of
                        this rank's rows, where no other rank writes; the own place is not used
     own    [m, N]      this rank's partial sum of them
-    residual, mirror   as out, if given: added, too; gets the result a second time, for peers
-    out    [m, N]      their sum in rank order in fp32, plus bias and residual, rounded once
+    out    [m, N]      their sum in rank order in fp32, plus bias, rounded once
 
 =====================  =====  ====================================  ==============================
 signal (int32)         value  notifier                              waiter

@@ -53,31 +53,29 @@ tile).
 
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``.
 
-An all-reduce by tiles (``GATHER``) is this with a gather: own rows are stored in ``out`` and, a
-second time, in the *mirror*, after the peers' parts of the slot. The program that completes a chunk
-of own tiles announces it to all peers, whose copy engines pull it into their results, as in
-``matmul_all_to_all`` (``device/triton/pull.py``: flags, signals, the end of the call)::
+An all-reduce by tiles (``GATHER``) is this with a gather. A slot has a *mirror* of the whole result
+[M, N] after the peers' parts. Own tiles are stored in ``out`` and in this rank's rows of the mirror
+of every peer. The program that completes a chunk of own tiles tells all peers. After its tiles each
+program copies its share of the peers' rows from the mirror into the result, chunk by chunk::
 
-    rank r   | tiles of r+1 ... | tiles of r+2 ... | own tiles, sums      |
-    link                        | to r+1 ......... | to r+2 ... | pulls ... |
+    rank r   | tiles of r+1 ... | tiles of r+2 ... | own tiles, sums          | copy |
+    link                        | to r+1 ......... | to r+2 ... own tiles ... |
 
 ====================  =====  ===============================  ======================================
 signal (int32)        value  notifier                         waiter
 ====================  =====  ===============================  ======================================
 counter [R-1, chunk]  tiles  programs, once per own tile      the program that completes the chunk;
                                                               zero between calls
-flag [slot, source,   1      the program of ``source`` that   own copy engine; reset to zero by the
-REDUCED + chunk]             completed the chunk              last program
-[source, REDUCED +    epoch  the same program                 the last program, with a time-out
-chunk]
+[source, REDUCED +    epoch  the program of ``source`` that   every program, before it copies rows
+chunk]                       completed the chunk              of that chunk
 ====================  =====  ===============================  ======================================
 
 Why no mirror is overwritten: an own tile of call n+1 is stored when the partial sums of all peers
-for it have come. So each peer is in its call n+1, and its call n, which ended after its pulls, no
-longer reads the mirror, nor its flags. After a time-out that does not hold, so from then on a rank
-neither stores in its mirror nor announces: a late peer gets the rows of its own call, or waits in
-vain and reports that. Why no rank waits for ever: announcements follow own tiles, which wait for
-partial sums only; pulls follow all pushes of their rank. The last rank may own fewer rows than the
+for it have come. So each peer is in its call n+1, and its call n, the last one that read its
+mirror, has ended. After a time-out that does not hold, so from then on a rank neither stores in
+mirrors nor announces: a late peer gets the rows of its own call, or waits in vain and reports that.
+Why no rank waits for ever: announcements follow own tiles, which wait for partial sums only, and
+programs wait for announcements after all their tiles. The last rank may own fewer rows than the
 others (``Sizes.height``).
 
 FP8 operands (``SCALED``): a partial sum is multiplied by this rank's scales before it is rounded.
@@ -113,10 +111,11 @@ from tileweave.device.triton.peers import (
     leave,
     load_epoch,
     meet,
+    notify_all,
     slots_at,
     take_marked,
+    wait,
 )
-from tileweave.device.triton.pull import announce_chunk, end_of_pulls
 from tileweave.device.triton.self_signaling import put_marked
 from tileweave.device.triton.signal import MAX_SLICES, REDUCED, count_in, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
@@ -160,8 +159,8 @@ class Scales(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Operands and results of a call. A call without ``bias``, ``staging``, ``partials``,
-    ``mirror`` or ``residual`` passes any other tensor there, which is not read."""
+    """Operands and results of a call. A call without ``bias``, ``staging``, ``partials`` or
+    ``residual`` passes any other tensor there, which is not read."""
 
     x: Any
     w: Any
@@ -169,7 +168,6 @@ class Tensors(NamedTuple):
     out: Any
     staging: Any
     partials: Any
-    mirror: Any
     residual: Any
 
 
@@ -216,9 +214,9 @@ class Choices(NamedTuple):
 
     HAS_RESIDUAL : a residual of the own rows is added.
 
-    GATHER : an all-reduce by tiles: the result is stored a second time, where peers read it.
+    GATHER : an all-reduce by tiles: own rows are stored at all peers, too.
 
-    BLOCK : elements that ``GATHER`` overwrites with NaN at once after a fault.
+    BLOCK : elements of peers' rows that a program of ``GATHER`` copies at once.
 
     SCALED : 0 for 16-bit operands; FP8: 1 for scales of rows and columns, 2 for scales of blocks.
 
@@ -320,7 +318,7 @@ def add_copied(acc, slot, row, col, slot_rows, rank, sizes, WORLD_SIZE: tl.const
 
 
 @triton.jit
-def announce_own(peers, num_programs, tiles, first_row, slot, epoch, C: tl.constexpr):
+def announce_own(peers, num_programs, tiles, first_row, epoch, C: tl.constexpr):
     """Count a tile of this rank's rows. The program that counts the last one of a chunk tells all
     peers, if nothing timed out."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
@@ -329,19 +327,33 @@ def announce_own(peers, num_programs, tiles, first_row, slot, epoch, C: tl.const
     counter = peers.counters + num_programs + (WORLD_SIZE - 1) * MAX_SLICES + chunk
     if count_last(counter, height * tiles.tile_cols):
         if faulted(peers) == 0:
-            for step in range(1, WORLD_SIZE):
-                peer = (tiles.rank + step) % WORLD_SIZE
-                announce_chunk(peers, peer, tiles.rank, slot, REDUCED + chunk, epoch, WORLD_SIZE)
+            index = tiles.rank * MAX_SLICES + REDUCED + chunk
+            notify_all(peers, index, tiles.rank, epoch, WORLD_SIZE, False)
 
 
 @triton.jit
-def end_of_gather(peers, out, tiles, slot, sizes, epoch, C: tl.constexpr):
-    """All rows of the result are there, or NaN."""
-    whole = out - tl.cast(tiles.rank, tl.int64) * tiles.rows * sizes.cols
-    size, chunks = sizes.height * sizes.cols, tl.cdiv(tiles.tile_rows, tiles.chunk_rows)
-    end_of_pulls(
-        peers, whole, size, slot, chunks, tiles.rank, epoch, C.WORLD_SIZE, C.BLOCK, REDUCED
-    )
+def take_gathered(out, peers, slot_offset, tiles, sizes, epoch, C: tl.constexpr):
+    """Copy the peers' rows from the mirror into the result, chunk by chunk as they come; NaN after
+    a time-out. Programs take blocks in turn. ``out``: the own rows of the result."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    rank, rows, cols = tiles.rank, tiles.rows, sizes.cols
+    whole = out - tl.cast(rank, tl.int64) * rows * cols
+    mirror = peers.slots + slot_offset + (WORLD_SIZE - 1) * sizes.place_size
+    height = tiles.chunk_rows * C.TILE_M
+    for chunk in range(0, tl.cdiv(tiles.tile_rows, tiles.chunk_rows)):
+        for step in range(1, WORLD_SIZE):
+            source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+            wait(peers, source * MAX_SLICES + REDUCED + chunk, epoch)
+            fault = faulted(peers) != 0
+            there = tl.minimum(rows, sizes.height - source * rows)  # the last rank may have fewer
+            first = chunk * height
+            count = (tl.minimum(first + height, there) - first) * cols  # or fewer than none
+            at = tl.cast(source * rows + first, tl.int64) * cols
+            for begin in range(tl.program_id(0) * C.BLOCK, count, tl.num_programs(0) * C.BLOCK):
+                index = begin + tl.arange(0, C.BLOCK)
+                value = tl.load(mirror + at + index, mask=index < count, other=0.0)
+                value = tl.where(fault, float("nan"), value)
+                tl.store(whole + at + index, value, mask=index < count)
 
 
 @triton.jit
@@ -512,16 +524,20 @@ def matmul_reduce_scatter_kernel(
                     acc += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
                 acc = tl.where(faulted(peers) != 0, float("nan"), acc)
                 store_rows(acc.to(dtype), out, within, col, cols, own)
-                if C.GATHER:  # after a fault peers may still pull what is there
+                if C.GATHER:
                     own = own & (faulted(peers) == 0)
-                    store_rows(acc.to(dtype), tensors.mirror, within, col, cols, own)
+                    mirror = slot_offset + (WORLD_SIZE - 1) * sizes.place_size
+                    mirror += tl.cast(rank, tl.int64) * rows * cols
+                    for i in tl.static_range(1, WORLD_SIZE):
+                        theirs = slots_at(peers, (rank + i) % WORLD_SIZE, dtype) + mirror
+                        store_rows(acc.to(dtype), theirs, within, col, cols, own)
             if C.GATHER:
                 if home == rank:  # though the last rank's last tiles may have no rows
-                    announce_own(peers, num_programs, tiles, first_row, slot, epoch, C)
+                    announce_own(peers, num_programs, tiles, first_row, epoch, C)
+    if C.GATHER:
+        take_gathered(out, peers, slot_offset, tiles, sizes, epoch, C)
     if not C.PUSH:
         if program == num_programs - 1:
-            if C.GATHER:
-                end_of_gather(peers, out, tiles, slot, sizes, epoch, C)
             end_of_copies(peers, counters + num_programs, epoch, WORLD_SIZE)
     leave(peers, epoch, num_programs)
 
@@ -556,15 +572,16 @@ def launcher(
 ) -> Launcher:
     """Launches for one shape.
 
-    The launcher is called with (x, w, bias or None, out, staging or None, slot, mirror or None,
-    residual or None, scales of x and w if they are FP8); the caller checks them. ``slot``: the one
-    that a copy-engine call uses; a push reads it from the epoch.
+    The launcher is called with (x, w, bias or None, out, staging or None, slot, mirrors, residual
+    or None, scales of x and w if they are FP8); the caller checks them. ``slot``: the one that a
+    copy-engine call uses; a push reads it from the epoch.
 
     scaling : of FP8 operands.
 
     gathered : 0, or for an all-reduce by tiles the rows of its result; ``out`` has those of this
-        rank. Only there are ``mirror``, memory of the size of ``out`` that gets the result, too,
-        and ``residual``, of that size, which is added to the result.
+        rank. Only there are ``mirrors``, the addresses of this rank's rows in the mirrors of peers
+        rank + 1, rank + 2, ..., which the Hopper kernel needs, and ``residual``, of the size of
+        ``out``, which is added to the result.
     """
     s, c = schedule, config
     stride_w, depth_first = lines(strides_w)
@@ -592,14 +609,14 @@ def launcher(
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
-        mirror: torch.Tensor | None = None,
+        mirrors: Sequence[int] = (),
         residual: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] = (),
     ) -> Call:
         partials = out
         if part_elements:
             partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
-        given = (x, w, bias, out, staging, partials, mirror, residual)
+        given = (x, w, bias, out, staging, partials, residual)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
         words = [tensor.data_ptr() for tensor in (*tensors, *scales)]
 

@@ -1,5 +1,5 @@
-"""matmul_all_reduce of many rows in one launch: a matmul_reduce_scatter whose kernel announces own
-rows that are done, chunk after chunk, and copy engines that pull those of peers meanwhile.
+"""matmul_all_reduce of many rows in one launch: a matmul_reduce_scatter whose kernel stores the
+reduced rows at all peers, too.
 
 ``kernels/reduce_scatter/triton.py`` has the protocol (``GATHER``).
 """
@@ -7,23 +7,17 @@ rows that are done, chunk after chunk, and copy engines that pull those of peers
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import product as pairs
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from tileweave.kernels.all_reduce.norm import norm_launcher
 from tileweave.kernels.runtime.launch import Launcher
-from tileweave.ops.core.registry import copy_slot, push_with_launch
 from tileweave.ops.matmul.inputs import ready
-from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall, fused_call, pushes
+from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall, fused_call
 from tileweave.ops.matmul.reduce_by_cublas import Added
 from tileweave.planning.problem import MatmulConfig, Plan
-from tileweave.planning.schedules.gather import arrival_order
-from tileweave.transport.interface import Copies, Copy
-from tileweave.transport.protocol import REDUCED
 from tileweave.transport.workspace import GATHER, Instance, Workspace
 
 if TYPE_CHECKING:
@@ -42,44 +36,18 @@ class Operands:
     scales: tuple[torch.Tensor, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """Calls of one shape.
-
-    mirrors : where the own rows are a second time, by slot.
-    copies : of eager calls, by slot and address of the staging memory.
-    """
+    """Calls of one shape. ``begin``, ``rows``: the rows that this rank reduces."""
 
     scatter: FusedCall
     begin: int
     rows: int
-    mirrors: tuple[torch.Tensor, ...]
     norm: Launcher
-    copies: dict[tuple[int, int], Copies] = field(default_factory=dict)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of ``tensor`` [M, N] that this rank reduces."""
         return tensor.narrow(0, self.begin, self.rows)
-
-    def copies_of(self, slot: int, staging: int) -> Copies:
-        """Pushes of partial sums from ``staging``, then pulls of the peers' rows, by chunk, into
-        the result, whose address a push gives. The last is a signal to this rank itself."""
-        instance, s = self.scatter.instance, self.scatter.schedule
-        itemsize = self.mirrors[0].element_size()
-        row_bytes, rows, height = s.cols * itemsize, s.rows, self.scatter.gathered
-        mirror = slot * instance.slot_bytes + s.slot_elements * itemsize
-        copies = pushes(instance, s, itemsize, slot, staging)
-        sources = arrival_order(s.rank, s.world_size)[1:]
-        for chunk, source in pairs(range(s.chunks), sources):
-            own = min(rows, height - source * rows)  # the last rank may have fewer
-            begin, end = (min(tile * s.tile_m, own) for tile in s.chunk_bounds(chunk))
-            if begin < end:
-                at = instance.slot_addresses[source] + mirror + begin * row_bytes
-                offset = (source * rows + begin) * row_bytes
-                flag = instance.layout.flag(slot, source, REDUCED + chunk)
-                flag = instance.signals.data_ptr() + 4 * flag
-                copies.append(Copy(0, at, (end - begin) * row_bytes, offset, flag, 1))
-        return Copies([*copies, instance.signal_copy(s.rank, instance.layout.pushed)])
 
 
 def reduce_by_tiles(
@@ -104,20 +72,9 @@ def reduce_by_tiles(
         chosen, key, group_name, _make, x, operands, sums, residual, chosen.config
     )
     capturing = instance.begin(chosen.checksum)
-    slot, scatter = copy_slot(instance), call.scatter
-    if capturing:
-        staging = sums.new_empty(scatter.staging_elements)
-        copies = call.copies_of(slot, staging.data_ptr())
-    else:
-        staging = scatter.staging(sums.dtype)
-        place = slot, staging.data_ptr()
-        copies = call.copies.get(place)
-        if copies is None:
-            copies = call.copies[place] = call.copies_of(*place)
     residual = None if residual is None else call.own(residual)
-    more = staging, slot, call.mirrors[slot], residual, operands.scales
-    kernel = partial(launch, x, w, bias, call.own(sums), *more)
-    push_with_launch(instance, kernel, copies, sums.data_ptr(), capturing)
+    given = x, w, bias, call.own(sums)
+    call.scatter.launch_and_push(launch, given, capturing, residual, operands.scales)
     if added.norm_weight is not None:
         call.norm(sums, added.norm_weight, added.norm_eps, out)
 
@@ -130,21 +87,16 @@ def _make(
     residual: torch.Tensor | None,
     config: MatmulConfig,
 ) -> tuple[Instance, tuple[_Call, Callable[..., None]]]:
-    w, dtype = operands.w, sums.dtype
+    w = operands.w
     instance = workspace.instance(OP, GATHER)
-    scatter = fused_call(workspace, x, w, dtype, config, operands.scaling, instance)
+    scatter = fused_call(workspace, x, w, sums.dtype, config, operands.scaling, instance)
     s = scatter.schedule
-    key = ("by tiles", x.shape, w.shape[0], dtype, config, operands.scaling)
+    key = ("by tiles", x.shape, w.shape[0], sums.dtype, config, operands.scaling)
     call = instance.cache.get(key)
     if call is None:
         begin = s.rank * s.rows
-        rows, first = min(s.rows, scatter.gathered - begin), s.slot_elements * dtype.itemsize
-        nbytes, firsts = rows * s.cols * dtype.itemsize, (first, first + instance.slot_bytes)
-        mirrors = tuple(
-            instance.slots[at : at + nbytes].view(dtype).view(rows, s.cols) for at in firsts
-        )
-        norm = norm_launcher(x.shape[0], s.cols)
-        call = _Call(scatter, begin, rows, mirrors, norm)
+        rows = min(s.rows, scatter.gathered - begin)
+        call = _Call(scatter, begin, rows, norm_launcher(x.shape[0], s.cols))
         instance.keep(key, call)
     assert isinstance(call, _Call), "other keys of this instance have no name in front"
     residual = None if residual is None else call.own(residual)

@@ -112,17 +112,11 @@ def _run(
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
         try:
-            launch(x, w, bias, out, None, 0, None, None, scales)
+            launch(x, w, bias, out, None, 0, (), None, scales)
         finally:
             instance.launched()
         return
-    slot = copy_slot(instance)
-    if capturing:
-        staging = out.new_empty(call.staging_elements)
-    else:
-        staging = call.staging(out.dtype)
-    kernel = partial(launch, x, w, bias, out, staging, slot, None, None, scales)
-    push_with_launch(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+    call.launch_and_push(launch, (x, w, bias, out), capturing, None, scales)
 
 
 def run_library(
@@ -184,6 +178,9 @@ class FusedCall:
     """What calls of one shape share; made once, to save host time.
 
     gathered : rows of the result of an all-reduce by tiles; 0 of a reduce-scatter.
+
+    mirrors : of an all-reduce by tiles, by slot: where peers rank + 1, rank + 2, ... get the rows
+        of this rank.
     """
 
     instance: Instance
@@ -195,7 +192,26 @@ class FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
     scaling: Scaling | None = None
     gathered: int = 0
+    mirrors: tuple[tuple[int, ...], ...] = ((), ())
     _staging: torch.Tensor | None = None
+
+    def launch_and_push(
+        self,
+        launch: Callable[..., None],
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+        capturing: bool,
+        residual: torch.Tensor | None,
+        scales: Sequence[torch.Tensor],
+    ) -> None:
+        """Make a call with copy engines. ``operands``: x, w, bias and the result."""
+        slot, out = copy_slot(self.instance), operands[-1]
+        if capturing:
+            staging = out.new_empty(self.staging_elements)
+        else:
+            staging = self.staging(out.dtype)
+        more = staging, slot, self.mirrors[slot], residual, scales
+        kernel = partial(launch, *operands, *more)
+        push_with_launch(self.instance, kernel, self.copies[slot], staging.data_ptr(), capturing)
 
     def staging(self, dtype: torch.dtype) -> torch.Tensor:
         """What peers get in eager calls. Always the same memory: graphs of copies have its address,
@@ -272,7 +288,8 @@ def fused_call(
     all_reduce: Instance | None = None,
 ) -> FusedCall:
     """``dtype``: of the result, and of partial sums. ``all_reduce``: the instance of an all-reduce
-    by tiles, whose slots have room for the mirror after the partial sums."""
+    by tiles, whose slots have room for the mirror, the rows of all ranks, after the partial
+    sums."""
     transport = workspace.transport
     instance = all_reduce or workspace.instance(OP, config.transport)
     key = (x.shape, w.shape[0], x.dtype, config, scaling)
@@ -291,13 +308,22 @@ def fused_call(
                 f"rows of a tile or more, at most {most} chunks",
                 'transport "sm"',
             )
-        mirrored = 0 if all_reduce is None else rows * schedule.cols
+        mirrored = 0 if all_reduce is None else size * rows * schedule.cols
         instance.reserve(
             (schedule.slot_elements + mirrored) * dtype.itemsize,
             schedule.num_programs + 8 * MAX_SLICES,
         )
-        copies = ()
-        if config.transport == "copy_engine" and all_reduce is None:
+        copies, mirrors = (), ((), ())
+        if all_reduce is not None:
+            own = (schedule.slot_elements + schedule.rank * rows * schedule.cols) * dtype.itemsize
+            mirrors = tuple(
+                tuple(
+                    instance.slot_addresses[peer] + slot * instance.slot_bytes + own
+                    for peer in push_order(schedule.rank, size)
+                )
+                for slot in (0, 1)
+            )
+        if config.transport == "copy_engine":
             pushed = instance.signal_copy(schedule.rank, instance.layout.pushed)
             copies = tuple(
                 Copies([*pushes(instance, schedule, dtype.itemsize, slot), pushed])
@@ -313,16 +339,15 @@ def fused_call(
             {},
             scaling,
             0 if all_reduce is None else x.shape[0],
+            mirrors,
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
-def pushes(
-    instance: Instance, s: ScatterSchedule, itemsize: int, slot: int, staging: int = 0
-) -> list[Copy]:
-    """Each chunk to its owner once all its tiles are counted, followed by a signal. ``staging``:
-    its address; 0: the address that a push gives.
+def pushes(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> list[Copy]:
+    """Each chunk to its owner once all its tiles are counted, followed by a signal, out of memory
+    whose address a push gives.
 
     Copies run one after the other: otherwise a receiver would have two senders at once (decision
     0002).
@@ -344,7 +369,6 @@ def pushes(
             + begin
         )
         count, offset = (end - first) * s.tile_cols, from_place * place_bytes + begin
-        source = staging and staging + offset
-        copies.append(Copy(target, source, stop - begin, offset, counter, count))
+        copies.append(Copy(target, 0, stop - begin, offset, counter, count))
         copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))
     return copies
