@@ -223,8 +223,6 @@ class _CudaClock(_Clock):
         super().__init__(device, group)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start_signal = torch.zeros(1, device=device)
-        # of all captures: a call leaves nothing in it, and replays run one after the other
-        self._pool = torch.cuda.graph_pool_handle()
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -252,7 +250,7 @@ class _CudaClock(_Clock):
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: the watchdog thread of NCCL may query its events during the capture
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run()
         except _CAPTURE_ERRORS as error:
             # a capture that fails at its end leaves its stream current
