@@ -12,15 +12,31 @@ from tileweave.errors import InputError
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import Costs, data_sheet, load_calibration
 from tileweave.planning.machine import H200
-from tileweave.sim.cells import config_of_plan, read_cells
+from tileweave.sim.cells import Cell, config_of_plan, read_cells
 from tileweave.sim.foresee import DEVICES, among, table
 from tileweave.sim.packaged import packaged_cells
 from tileweave.sim.predict import planned
 from tileweave.sim.trust import GOOD_MEAN, judge, summarise
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-FILES = sorted(RESULTS.glob("random-*-4xH200-2026-11-26.json"))
-CELLS = read_cells(FILES)
+FIRST = sorted(RESULTS.glob("random-*-4xH200-2026-11-26.json"))
+# all-reduces by tiles, since their kernel has changed
+SECOND = sorted(RESULTS.glob("random-matmul_all_reduce-4xH200-2026-11-27*.json"))
+FILES = [*FIRST, *SECOND]
+
+
+def by_tiles(cell: Cell) -> bool:
+    """Whether it is a fused all-reduce with copy engines."""
+    if cell.op != "matmul_all_reduce" or cell.quantity != "fused" or cell.tables is None:
+        return False
+    (entry,) = cell.tables.entries[cell.op]
+    return entry.config.transport == "copy_engine"
+
+
+CELLS = [
+    *(cell for cell in read_cells(FIRST) if not by_tiles(cell)),
+    *(cell for cell in read_cells(SECOND) if by_tiles(cell)),
+]
 # geometric means that are over the bar of 8 %: why, docs/simulator.md says
 OVER = {
     "all_gather_matmul: compute": 0.085,
@@ -33,8 +49,8 @@ OVER = {
 def test_random_shapes_are_predicted_blind() -> None:
     judged, unknown = judge(CELLS)
     *groups, whole = summarise(judged, None)
-    assert (len(FILES), unknown, whole.count) == (8, [], 167)
-    assert whole.mean <= 0.061, whole
+    assert (len(FILES), unknown, whole.count) == (10, [], 178)
+    assert whole.mean <= 0.059, whole
     assert len(groups) == 19 and set(OVER) < {group.name.rpartition(",")[0] for group in groups}
     for group in groups:
         assert group.mean <= OVER.get(group.name.rpartition(",")[0], GOOD_MEAN), group

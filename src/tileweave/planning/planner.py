@@ -11,6 +11,7 @@ caution (:data:`_UNTRIED`). No torch, no triton.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -59,11 +60,14 @@ class Planner:
         self._points: dict[MatmulConfig | None, list[_Point]] = {}
         self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
         self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
+        self._here: dict[Problem, Mapping[MatmulConfig | None, float]] = {}  # us on this device
         for number, one in enumerate((*known, *akin)):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
             counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
+            if counts == 1.0 and number < len(known):
+                self._here[one.problem] = one.us
             if number >= len(known):
                 counts *= _OTHER_SCALES
             self._shapes.append((_place(one.problem), counts))
@@ -80,8 +84,12 @@ class Planner:
         return _closed_form(self.op, p, config, self._sheet)
 
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
-        """Seconds, corrected by measurements nearby; rounded, so that ranks with different math
-        libraries agree."""
+        """Seconds: measured, or corrected by measurements nearby; rounded, so that ranks with
+        different math libraries agree."""
+        host = host_seconds(self.op, config, p.world_size)
+        us = self._here.get(p, {}).get(config)
+        if us is not None:
+            return round(max(us * 1e-6, host), 9)
         known, caution = config, 1.0
         if p.fp8 and config is not None and config not in self._points:
             known, caution = _in_16_bits(config), _UNTRIED
@@ -93,7 +101,7 @@ class Planner:
             total += near[point.shape] * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
         device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
-        return round(max(device, host_seconds(self.op, config, p.world_size)), 9)
+        return round(max(device, host), 9)
 
     def _weights(self, place: tuple[float, ...]) -> list[float]:
         """How much each measured shape says about this place. Kept, because all candidates ask."""

@@ -436,8 +436,7 @@ def matmul_reduce_scatter_hopper_kernel(
     to peers.
 
     ``part_rows``: of an exchange, rows that a part really has. ``num_chunks``: of a part, or of the
-    own rows of an all-reduce by tiles.
-    ``scales``: those of x and w, if they are FP8; else None. Others: as in Triton.
+    own rows of an all-reduce by tiles. ``scales``: of FP8, else None. Others: as in Triton.
     """
     WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     TILE_M: gl.constexpr = C.TILE_M
@@ -462,15 +461,8 @@ def matmul_reduce_scatter_hopper_kernel(
         cols = gl.allocate_shared_memory(gl.float32, [C.TILE_N], of_cols)
         scales = Scales(scales.x, scales.w, cols)
     num_partitions = gl.num_programs(0) * 3
-    mirrors = (
-        mirror1_desc,
-        mirror2_desc,
-        mirror3_desc,
-        mirror4_desc,
-        mirror5_desc,
-        mirror6_desc,
-        mirror7_desc,
-    )
+    mirrors = (mirror1_desc, mirror2_desc, mirror3_desc, mirror4_desc)
+    mirrors = mirrors + (mirror5_desc, mirror6_desc, mirror7_desc)
     operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc, residual_desc)
     tiles = OwnerTiles(
         rank,
@@ -592,8 +584,7 @@ def launcher(
         slot1_desc = descriptor(base + slot_bytes, made, shape, s.pitch, box)
         if whole:
             out_desc = descriptor(base, made, [own_rows, s.cols], s.cols, box)
-    further = MIRRORS[: s.world_size - 1] if choices.GATHER else ()
-    further = (*further, *("residual_desc",) * residual_added)
+    further = MIRRORS[: (s.world_size - 1) * choices.GATHER] + ("residual_desc",) * residual_added
     maps = (*MAPS, *further)
     descriptors = (x_desc, w_desc, out_desc, staging_desc, *(out_desc for _ in further))
     part_elements = s.part_elements
