@@ -18,6 +18,7 @@ import torch
 from tileweave.kernels.all_to_all.scatter_triton import steps
 from tileweave.kernels.reduce_scatter.hopper import (
     MAPS,
+    MIRRORS,
     WORDS,
     Sizes,
     Tensors,
@@ -96,7 +97,7 @@ def launcher(
     fixed = {
         "slot0_desc": unused,  # nothing comes back through the ring
         "slot1_desc": unused,
-        "mirror_desc": unused,
+        **dict.fromkeys(MIRRORS, unused),
         "residual_desc": unused,
         "scales": None,
         "peers": peers,
