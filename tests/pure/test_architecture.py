@@ -213,8 +213,6 @@ def lists_are_short(source: Source) -> Iterator[Violation]:
     for node in functions(source):
         found = node.args
         parameters = [*found.posonlyargs, *found.args, *found.kwonlyargs]
-        if source.is_in(("kernels",)):  # Triton 3.6 takes no descriptors as members of a tuple
-            parameters = [one for one in parameters if not one.arg.endswith("_desc")]
         count = len(parameters) + sum(one is not None for one in (found.vararg, found.kwarg))
         if count > MAX_PARAMETERS:
             yield node.lineno, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}"

@@ -26,7 +26,7 @@ from tileweave.kernels.reduce_scatter.hopper import (
     matmul_reduce_scatter_hopper_kernel,
 )
 from tileweave.kernels.reduce_scatter.hopper_epilogue import PIECE
-from tileweave.kernels.reduce_scatter.triton import scheduled
+from tileweave.kernels.reduce_scatter.triton import Scales, scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
@@ -85,7 +85,7 @@ def launcher(
         def changing() -> dict[str, Any]:
             return {
                 **dict(zip(MAPS, based(descriptors, bases), strict=True)),
-                "tensors": Tensors(added, out, partials),
+                "tensors": Tensors(added, out, partials, Scales(out, out)),
                 "slot": slot,
                 "C": choices._replace(HAS_BIAS=bias is not None),
             }
@@ -99,12 +99,9 @@ def launcher(
         "slot1_desc": unused,
         **dict.fromkeys(MIRRORS, unused),
         "residual_desc": unused,
-        "scales": None,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, 0, out_size, x_step, w_step, out_pitch, out_step),
-        "part_rows": rows,
-        "rows": s.rows,
-        "num_chunks": s.chunks,
+        "rows": rows,
         **scheduled(s),
     }
     # registers as for matmul_reduce_scatter

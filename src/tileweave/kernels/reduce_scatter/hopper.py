@@ -96,12 +96,13 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of a call that are not read through a descriptor; ``bias`` and ``partials`` are any
-    tensor where there is none."""
+    """Tensors of a call that are not read through a descriptor; ``bias``, ``partials`` and
+    ``scales``, those of x and w, are any tensors where there are none."""
 
     bias: Any
     out: Any
     partials: Any
+    scales: Any
 
 
 class Choices(NamedTuple):
@@ -388,14 +389,10 @@ UNSPECIALIZED = [
     "rank",
     "slot",
     "rows",
-    "part_rows",
-    "num_tiles",
     "chunk_rows",
-    "num_chunks",
     "team",
     "tile_rows",
     "tile_cols",
-    "k_blocks",
 ]
 
 
@@ -416,27 +413,21 @@ def matmul_reduce_scatter_hopper_kernel(
     mirror7_desc,
     residual_desc,
     tensors,
-    scales,
     peers,
     rank,
     slot,
     sizes,
     rows,
-    part_rows,
-    num_chunks,
-    num_tiles,
     chunk_rows,
     team,
     tile_rows,
     tile_cols,
-    k_blocks,
     C: gl.constexpr,
 ):
     """Make shared memory, then run the partitions; *store* ends at once where registers go directly
     to peers.
 
-    ``part_rows``: of an exchange, rows that a part really has. ``num_chunks``: of a part, or of the
-    own rows of an all-reduce by tiles. ``scales``: of FP8, else None. Others: as in Triton.
+    ``rows``: of an owner, or of a part of an exchange. Others: as in Triton.
     """
     WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     TILE_M: gl.constexpr = C.TILE_M
@@ -456,6 +447,9 @@ def matmul_reduce_scatter_hopper_kernel(
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
+    num_chunks = gl.cdiv(tile_rows, chunk_rows)
+    owned = tile_rows * TILE_M if C.EXCHANGE else rows  # parts are padded to whole tiles
+    scales = tensors.scales
     if C.SCALED == 1:
         of_cols: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         cols = gl.allocate_shared_memory(gl.float32, [C.TILE_N], of_cols)
@@ -467,15 +461,15 @@ def matmul_reduce_scatter_hopper_kernel(
     tiles = OwnerTiles(
         rank,
         WORLD_SIZE,
-        rows,
+        owned,
         TILE_M,
         C.GROUP_M,
-        num_tiles,
+        tile_rows * tile_cols * (1 if C.SPANS else WORLD_SIZE),
         chunk_rows,
         team,
         tile_rows,
         tile_cols,
-        k_blocks,
+        gl.cdiv(x_desc.shape[1], C.TILE_K),
         C.SPLIT_TAIL,
     )
     gl.warp_specialize(
@@ -491,7 +485,7 @@ def matmul_reduce_scatter_hopper_kernel(
                     slot,
                     tiles,
                     sizes,
-                    part_rows,
+                    rows,
                     num_chunks,
                     num_partitions,
                     C,
@@ -522,8 +516,8 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 # What changes between the launches of one shape: words, and the bases of descriptors.
-WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
-SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in ("x", "w")), "slot")
+WORDS = ("tensors.bias", "tensors.out", "tensors.partials", "slot")
+SCALED_WORDS = (*WORDS[:-1], "tensors.scales.x", "tensors.scales.w", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
 MIRRORS = tuple(f"mirror{step}_desc" for step in range(1, 8))
 
@@ -615,8 +609,7 @@ def launcher(
         def changing() -> dict[str, Any]:
             return {
                 **dict(zip(maps, based(descriptors, bases), strict=True)),
-                "tensors": Tensors(added, out, partials),
-                "scales": GivenScales(*scales) if scales else None,
+                "tensors": Tensors(added, out, partials, GivenScales(*(scales or (out, out)))),
                 "slot": slot,
                 "C": choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual_added),
             }
@@ -632,9 +625,7 @@ def launcher(
         "residual_desc": unused,
         "peers": peers,
         "sizes": Sizes(s.place_elements, s.cols, height),
-        "part_rows": 0,
         "rows": s.rows,
-        "num_chunks": s.chunks,
         **scheduled(s),
     }
     # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
