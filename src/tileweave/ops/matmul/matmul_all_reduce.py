@@ -14,8 +14,8 @@ normed        [M, N]   RMSNorm(y) * norm_weight, of the rounded y
 All arguments but x and w have the same values on every rank, and so has the result.
 
 forward : few rows, one fused kernel (``kernels/all_reduce/one_shot.py``); more, a matmul and a
-launch that sums (``reduce_by_cublas.py``); many, a reduce-scatter that stores its rows at all peers,
-too (``all_reduce_by_tiles.py``); or matmul, all-reduce, addition and norm where that is
+launch that sums (``reduce_by_cublas.py``); many, a reduce-scatter that stores its rows at all
+peers, too (``all_reduce_by_tiles.py``); or matmul, all-reduce, addition and norm where that is
 faster.
 
 backward : nothing is sent. Gradients of the result must be the same on every rank, as they are when
