@@ -259,7 +259,8 @@ def bench_case(member: Member, case: Case, options: Options, seed: int, steps: S
         errors |= pair.errors(kind, true)
     right = all(error <= TOLERANCE[DTYPE] for error in errors.values())
     plans = {kind: pair.plans(kind, options.fast) for kind in KINDS}
-    pair.h = pair.grad1 = pair.x[:0]
+    # a view of x would keep x's node of the autograd graph and its stream, which is not captured
+    pair.h = pair.grad1 = pair.x.detach()[:0]
     entry = {**asdict(case), "plans": plans, "errors": errors, "right": right, "times": {}}
     if right:
         timings = measure(

@@ -290,6 +290,11 @@ class MatmulAllReduceRivals(Rivals):
         if operator is None:
             return None
         x, ws, group = self.operands.x, cycle([w.t() for w in self.weights]), self.group.group_name
+        try:
+            operator(partial.zero_(), "sum", group)
+        except NotImplementedError as error:  # float16 in torch 2.11
+            self.missing[rival] = str(error)
+            return None
 
         def call() -> None:
             torch.mm(x, next(ws), out=partial)

@@ -223,6 +223,8 @@ class _CudaClock(_Clock):
         super().__init__(device, group)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start_signal = torch.zeros(1, device=device)
+        # results of captured calls are not used, so that all graphs may share their memory
+        self._pool = torch.cuda.graph_pool_handle()
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -250,13 +252,21 @@ class _CudaClock(_Clock):
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: the watchdog thread of NCCL may query its events during the capture
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                 run()
         except _CAPTURE_ERRORS as error:
-            # a capture that fails at its end leaves its stream current
+            # a capture that fails at its end leaves its stream current, and its pool unusable
             torch.cuda.set_stream(current)
-            return None, str(error).strip().splitlines()[0][:200]
+            self._pool = torch.cuda.graph_pool_handle()
+            return None, _first_line_of_cause(error)
         return graph.replay, ""
+
+
+def _first_line_of_cause(error: BaseException) -> str:
+    """Of the error that made the capture fail: its end raises another one that says only that."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 class _HostClock(_Clock):
