@@ -86,7 +86,7 @@ class Planner:
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds: measured, or corrected by measurements nearby; rounded, so that ranks with
         different math libraries agree."""
-        host = host_seconds(self.op, config, p.world_size)
+        host = host_seconds(config, p.world_size)
         us = self._here.get(p, {}).get(config)
         if us is not None:
             return round(max(us * 1e-6, host), 9)
