@@ -152,13 +152,13 @@ class _Tiles:
 
     def __init__(self, op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> None:
         tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
-        # tiles do not span shards
+        shards = 1  # whose rows tiles do not span
         if config.transport == "copy_engine" and op != "all_to_all_matmul":
             shards = p.world_size
-            tile_rows = shards * cdiv(w.m // shards, tile_m)
+        if op == "matmul_all_to_all":  # of columns, which tiles never span
+            self.count = p.world_size * cdiv(w.m, tile_m) * cdiv(p.cols, tile_n)
         else:
-            tile_rows = cdiv(w.m, tile_m)
-        self.count = tile_rows * cdiv(w.n, tile_n)
+            self.count = shards * cdiv(w.m // shards, tile_m) * cdiv(w.n, tile_n)
         self.of_shard = self.count / p.world_size
         self._active = min(self.count, sms)
         self._cut = config.split_tail and (self.count > sms or config.kernel == "hopper")
