@@ -61,7 +61,8 @@ def test_fp8_that_was_not_measured_is_planned_well(op: str, scales: str) -> None
 
 def regrets_of(planner: Planner, known: list[Measurement]) -> list[float]:
     """log(time of what is chosen / of the fastest), each without its own measurement."""
-    regrets, everything = [], planner._points
+    regrets, everything, here = [], planner._points, planner._here
+    planner._here = {}  # times of exactly this problem are what is left out
     for one in known:
         place = _place(one.problem)
         planner._points = {
@@ -71,7 +72,8 @@ def regrets_of(planner: Planner, known: list[Measurement]) -> list[float]:
         timed = [c for c in one.us if planner._points.get(c)]
         chosen = min(timed, key=lambda config: planner.predict(one.problem, config))
         regrets.append(math.log(one.us[chosen] / min(one.us.values())))
-    planner._points = everything
+    planner._points, planner._here = everything, here
+    assert max(regrets) > 0, "what was left out is not known"
     return regrets
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tileweave.errors import InputError
-from tileweave.planning.candidates import PLANNED
+from tileweave.planning.candidates import PLANNED, can_run, takes_rows
 from tileweave.planning.costs import Costs, data_sheet, load_calibration
 from tileweave.planning.machine import H200
-from tileweave.sim.cells import Cell, config_of_plan, read_cells
+from tileweave.planning.problem import Problem
+from tileweave.sim.cells import Cell, config_of_plan, read_cells, with_config
 from tileweave.sim.foresee import DEVICES, among, table
 from tileweave.sim.packaged import packaged_cells
-from tileweave.sim.predict import planned
+from tileweave.sim.predict import Predictor, planned
 from tileweave.sim.trust import GOOD_MEAN, judge, summarise
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -101,3 +102,45 @@ def test_more_ranks_are_predicted_in_the_config_planned_for_them() -> None:
     assert compute < ours < unfused
     with pytest.raises(InputError, match="2 to 8"):
         table(some, 9)
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_each_candidate_is_simulated_or_refused(op: str) -> None:
+    """Whatever config a plan names for a number of rows: a time, or an error that says what is
+    allowed."""
+    predictor = Predictor(load_calibration())
+    refused = 0
+    for config in PLANNED[op].configs:
+        for rows in (4, 40, 1024):  # of all ranks
+            own = rows if op == "matmul_all_reduce" else rows // 4
+            cell = Cell(
+                "", op, "fused", 4, (rows, 2048, 2048), True, 1.0, tables=with_config(op, config)
+            )
+            if takes_rows(op, config, own, 4):
+                assert can_run(op, config, Problem(4, own, 512, 512, 2, "bfloat16"), H200)
+                seconds = predictor.seconds(cell)
+                assert seconds is not None and 1e-6 < seconds < 1e-3, f"{config!r}, {rows} rows"
+            else:
+                refused += 1
+                with pytest.raises(InputError, match=f"asked: {op} of {rows} rows.*tile_m.*remedy"):
+                    predictor.seconds(cell)
+    assert refused
+
+
+def test_one_shot_sends_whole_partial_sums() -> None:
+    """Fewer steps for few rows, more bytes for many."""
+    op = "matmul_all_reduce"
+    one, two = (
+        next(c for c in PLANNED[op].configs if c.kernel == "library" and c.shots == shots)
+        for shots in (1, 2)
+    )
+    predictor = Predictor(load_calibration())
+    for rows, faster, slower in ((1, one, two), (40, one, two), (1024, two, one)):
+        seconds = [
+            predictor.seconds(
+                Cell("", op, "fused", 4, (rows, 2048, 2048), True, 1.0, tables=with_config(op, c))
+            )
+            or 0.0
+            for c in (faster, slower)
+        ]
+        assert 0.0 < seconds[0] < seconds[1], f"{rows} rows: {seconds}"

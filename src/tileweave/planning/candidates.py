@@ -210,18 +210,22 @@ def _takes_fp8(op: str, c: MatmulConfig, p: Problem) -> bool:
     return known and c.tile_k == 128 and (c.tile_n <= 128 or p.keeps_sums or quarters)
 
 
+def takes_rows(op: str, c: MatmulConfig, rows: int, world_size: int) -> bool:
+    """Whether config ``c`` of ``op`` takes so many rows of a shard; of an all-reduce, of the whole
+    result."""
+    if op != "matmul_all_reduce":
+        return c.fits_rows(rows)
+    if c.transport == "copy_engine":
+        return c.kernel != "library" and rows >= world_size * c.tile_m
+    return c.kernel == "library" or rows <= c.tile_m
+
+
 def can_run(op: str, c: MatmulConfig, p: Problem, machine: Machine) -> bool:
     """Whether config ``c`` of ``op`` can run a problem of these sizes."""
     own = c.kernel != "library"
     if p.fp8 and own and not _takes_fp8(op, c, p):
         return False
-    if op == "matmul_all_reduce":
-        if c.transport == "copy_engine":
-            if not own or p.rows < p.world_size * c.tile_m:
-                return False
-        elif c.kernel != "library" and p.rows > c.tile_m:
-            return False
-    elif not c.fits_rows(p.rows):
+    if not takes_rows(op, c, p.rows, p.world_size):
         return False
     if machine.backend == "cpu":
         return True

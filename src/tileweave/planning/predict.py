@@ -19,6 +19,13 @@ from tileweave.planning.schedules.gather import cdiv
 _SLICE_COPY_SECONDS = 10e-6
 # from the last store of reduced rows until programs of peers copy them (four H200)
 _LAST_ROWS_SECONDS = 20e-6
+# Of the link rate: of a launch that communicates after or before cuBLAS, and of each step of one
+# that reduces and gathers. From 4 MB on, on two H100, two and four H200: mostly 0.53 to 0.61
+# (single shapes 0.39 to 0.72), and 0.63 to 0.76. The calibration has the rate of few rows.
+_EXCHANGE_FRACTION, _REDUCE_FRACTION = 0.6, 0.68
+# Multiplying few rows where rows of w begin inside a line of 128 bytes, each block of K of which
+# then touches one more: 8 to 45 % longer on two H100 and on two and four H200.
+_PARTIAL_LINES = 1.2
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -79,7 +86,8 @@ def host_seconds(c: MatmulConfig | None, world_size: int) -> float:
 
 
 def _launch_and_cublas(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
-    one = costs.c.exchange_latency + w.nbytes / (costs.c.exchange_fraction * link_rate)
+    fraction = _REDUCE_FRACTION if w.steps == 2 else _EXCHANGE_FRACTION
+    one = costs.c.exchange_latency + w.nbytes / (fraction * link_rate)
     return costs.matmul(w.m, w.n, w.k, p.itemsize) + costs.c.gap + w.steps * one
 
 
@@ -127,6 +135,8 @@ def _fused(
         bound += _LAST_ROWS_SECONDS + costs.stream(2.0 * w.nbytes)  # peers' rows are copied
         return c.fused_launch + latency + bound
     if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
+        if p.depth * p.itemsize % 128:
+            multiply *= _PARTIAL_LINES
         return c.one_shot_launch + multiply + latency + w.nbytes * size / rate
     queued = c.copy_queued if copied else 0.0
     each = queued + w.nbytes / (size - 1) / rate

@@ -154,9 +154,20 @@ def nearest(
     """The measured entry of ``op`` nearest to a shape, among those whose config ``can_run``.
 
     ``entries`` replaces the table of ``op``.
+
+    Raises
+    ------
+    InputError
+        if no config of the table can run the shape.
     """
     known = tuned_entries(op) if entries is None else entries
-    return min(
-        (e for e in known if can_run(e.config)),
-        key=lambda e: e.distance(rows, cols, depth, world_size),
+    able = [one for one in known if can_run(one.config)]
+    require(
+        bool(able),
+        f"{op} of {rows} rows, {cols} columns and K = {depth} on {world_size} ranks, by a table of "
+        f"{short(', '.join(dict.fromkeys(str(one.config) for one in known)))}",
+        "a config that takes so many rows: one shot of a kernel up to tile_m, copy engines at "
+        "least tile_m of each rank",
+        "name another config, or the shape that was measured with it",
     )
+    return min(able, key=lambda one: one.distance(rows, cols, depth, world_size))
