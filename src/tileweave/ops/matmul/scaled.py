@@ -178,7 +178,7 @@ class ScaledProduct(NamedTuple):
         return partial(self, turned=weight_as_read(self.w, self.kind))
 
     def of_all_ranks(
-        self, data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
+        self, data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
         """As a call, of the rows of all ranks: data [R * m, K], and scales [R, ...] as they
         travel."""
