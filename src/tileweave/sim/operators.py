@@ -14,7 +14,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.costs import Calibration, Costs, load_calibration
@@ -58,6 +58,46 @@ class OpTime:
         if not fuse or mode == "unfused":
             return self.unfused
         return self.fused if mode == "fused" else self.bound
+
+
+class ExpertMatmul(NamedTuple):
+    """A matmul of an expert layer: each rank has ``tokens``, each with ``top_k`` of all
+    ``experts``, whose weights are [cols, depth]. ``skew``: the load of the busiest rank relative to
+    the average."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    cols: int
+    depth: int
+    skew: float = 1.0
+
+    @property
+    def busiest_rows(self) -> int:
+        """Rows of the busiest rank."""
+        return int(self.tokens * self.top_k * self.skew)
+
+    def problem(self, world: int, itemsize: int) -> GroupedProblem:
+        """What tileweave plans for ``world`` ranks."""
+        return GroupedProblem(
+            world,
+            self.tokens,
+            self.top_k,
+            self.experts // world,
+            self.cols,
+            self.depth,
+            itemsize,
+            "bfloat16",
+        )
+
+    def of_a_node(self, nodes: int) -> ExpertMatmul:
+        """What the ranks of one of ``nodes`` compute: they have the tokens of their rails, with
+        ``top_k / nodes`` experts each on average."""
+        return self._replace(
+            tokens=self.tokens * nodes,
+            top_k=max(self.top_k // nodes, 1),
+            experts=self.experts // nodes,
+        )
 
 
 P = ParamSpec("P")
@@ -412,116 +452,64 @@ class Operators:
         return self.costs.reduce_rows(tokens, top_k, hidden)
 
     @_kept()
-    def grouped_combine(
-        self,
-        group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        hidden: int,
-        inter: int,
-        skew: float = 1.0,
-    ) -> OpTime:
+    def grouped_combine(self, group: Group, matmul: ExpertMatmul) -> OpTime:
         """The second matmul of an expert layer, the return of its rows to the ranks of the tokens,
         and the sum over experts.
 
-        Each rank has ``tokens``, each with ``top_k`` of all ``experts``; ``skew`` is the load of
-        the busiest rank relative to the average. Fused inside a node: the kernel, tile by tile.
-        Across nodes tokens cross once per node (``over_nodes.py``).
+        Fused inside a node: the kernel, tile by tile. Across nodes tokens cross once per node
+        (``over_nodes.py``).
         """
-        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
-        compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
-        total = self.reduce_top_k(tokens, top_k, hidden)
-        if group.size == 1:
-            alone = compute + total
-            return OpTime(alone, alone, alone, alone, 0.0)
-        nbytes = rows * hidden * 2.0
-        comm = self.collective("all_to_all", nbytes, group)
-        if _one_node(group, experts):
-            fused = self.fused_grouped_combine(
-                group.size, tokens, top_k, experts, hidden, inter, skew=skew
-            )
-        elif _even_nodes(group, experts):
-            fused = over_nodes.grouped_combine(
-                self, group, tokens, top_k, experts, hidden, inter, skew
-            )
-        else:
-            fused = math.inf
-        return self._join(
-            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total
-        )
-
-    def fused_grouped_combine(
-        self,
-        world: int,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        hidden: int,
-        inter: int,
-        itemsize: int = 2,
-        skew: float = 1.0,
-    ) -> float:
-        """Seconds of the fused second matmul and combine inside a node, as tileweave plans it."""
-        problem = GroupedProblem(
-            world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16"
-        )
-        config = plan_combine(problem, machine_of(self.cluster), False).config
-        assert config is not None, "a plan for CUDA"
-        return matmul_combine(problem, config, self.costs, self._node(world), self.graph, skew)
-
-    def fused_dispatch_grouped(
-        self,
-        world: int,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        cols: int,
-        depth: int,
-        itemsize: int = 2,
-        skew: float = 1.0,
-    ) -> float:
-        """Seconds of the fused dispatch and first matmul (``cols`` of each expert) inside a
-        node."""
-        problem = GroupedProblem(
-            world, tokens, top_k, experts // world, cols, depth, itemsize, "bfloat16"
-        )
-        return dispatch_matmul(
-            problem, dispatch_config(problem), self.costs, self._node(world), self.graph, skew
-        )
+        total = self.reduce_top_k(matmul.tokens, matmul.top_k, matmul.cols)
+        fused = self.fused_grouped_combine, over_nodes.grouped_combine
+        return self._of_experts(group, matmul, matmul.cols, *fused, total)
 
     @_kept()
-    def dispatch_grouped(
+    def dispatch_grouped(self, group: Group, matmul: ExpertMatmul) -> OpTime:
+        """The dispatch and first matmul of an expert layer."""
+        fused = self.fused_dispatch_grouped, over_nodes.dispatch_grouped
+        return self._of_experts(group, matmul, matmul.depth, *fused)
+
+    def _of_experts(
         self,
         group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        cols: int,
-        depth: int,
-        skew: float = 1.0,
+        matmul: ExpertMatmul,
+        width: int,
+        inside: Callable[[int, ExpertMatmul], float],
+        across: Callable[[Operators, Group, ExpertMatmul], float],
+        extra: float = 0.0,
     ) -> OpTime:
-        """The dispatch and first matmul of an expert layer, with ``cols`` columns; arguments as in
-        :meth:`grouped_combine`."""
-        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
-        compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
+        """A grouped matmul and an exchange of rows of ``width``. ``inside``, ``across``: the fused
+        operator inside a node, and over nodes. ``extra``: what follows the unfused exchange."""
+        experts = matmul.experts
+        rows, local = matmul.busiest_rows, max(experts // group.size, 1)
+        compute = self.costs.grouped_matmul(local, cdiv(rows, local), matmul.cols, matmul.depth)
         if group.size == 1:
-            return OpTime(compute, compute, compute, compute, 0.0)
-        nbytes = rows * depth * 2.0
+            alone = compute + extra
+            return OpTime(alone, alone, alone, alone, 0.0)
+        nbytes = rows * width * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
-            fused = self.fused_dispatch_grouped(
-                group.size, tokens, top_k, experts, cols, depth, skew=skew
-            )
+            fused = inside(group.size, matmul)
         elif _even_nodes(group, experts):
-            fused = over_nodes.dispatch_grouped(
-                self, group, tokens, top_k, experts, cols, depth, skew
-            )
+            fused = across(self, group, matmul)
         else:
             fused = math.inf
-        return self._join(
-            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all"
-        )
+        received = nbytes * (group.size - 1) / group.size
+        return self._join(compute, comm, fused, received, group, "all_to_all", extra)
+
+    def fused_grouped_combine(self, world: int, matmul: ExpertMatmul, itemsize: int = 2) -> float:
+        """Seconds of the fused second matmul and combine inside a node, as tileweave plans it."""
+        problem = matmul.problem(world, itemsize)
+        config = plan_combine(problem, machine_of(self.cluster), False).config
+        assert config is not None, "a plan for CUDA"
+        simulated = self.costs, self._node(world), self.graph, matmul.skew
+        return matmul_combine(problem, config, *simulated)
+
+    def fused_dispatch_grouped(self, world: int, matmul: ExpertMatmul, itemsize: int = 2) -> float:
+        """Seconds of the fused dispatch and first matmul inside a node."""
+        problem = matmul.problem(world, itemsize)
+        simulated = self.costs, self._node(world), self.graph, matmul.skew
+        return dispatch_matmul(problem, dispatch_config(problem), *simulated)
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
         """Computation in slices, each sent while the next is computed; across nodes only."""
