@@ -192,7 +192,7 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
 def test_tuning_tells_what_it_does_and_ends_in_time(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shapes of 10 s each, for 15 s: the third one is left out."""
+    """Shapes of 10 s each, for 20 s: the third one is left out."""
     member, op = on_one_rank(monkeypatch), "matmul_all_reduce"
     cases = tuple(of_sizes(op, rows, 16, 32, "float32") for rows in (8, 12, 16))
     clock, said = [0.0], mock.MagicMock()
@@ -212,7 +212,7 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     monkeypatch.setattr(run, "tune_case", tuned)
     monkeypatch.setattr(run.tuned_choices, "agree", mock.Mock())
     monkeypatch.setattr(run.cache, "merge", lambda key, found: merged.append((key, *found)))
-    outcome = run.tune(member, run.Options(cases, 4, 15.0))
+    outcome = run.tune(member, run.Options(cases, 4, 20.0))
     key = key_of(member.device, 2)
     assert merged == [(key, cases[0].name), (key, cases[1].name)]
     assert outcome == run.Outcome(
