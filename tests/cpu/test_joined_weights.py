@@ -55,6 +55,7 @@ def shards_of_ranks(me: Member) -> None:
     assert sizes == ([1, 1] if me.rank == 0 else [0])
     empty = local.new_empty(whole.shape)
     assert isinstance(empty, Shards) and empty.local_offsets() == offsets
+    assert local.new_empty(whole.shape, dtype=torch.float16).dtype == torch.float16
     assert [shard.shape for shard in empty.local_shards()] == [shard.shape for shard in shards]
     assert "full_tensor()" in refusal(torch.add, local, 1)
 
@@ -76,6 +77,7 @@ def uses(me: Member) -> None:
     for kept in (made.detach(), made.clone(), made.to(torch.float64)):
         assert isinstance(kept, JoinedTensor) and len(kept.parts) == 2
         assert torch.equal(kept.full_tensor(), whole.to(kept.dtype))
+    assert kept.dtype == kept.full_tensor().dtype == torch.float64
     new = made.new_empty(made.shape, dtype=torch.float64)
     assert isinstance(new, JoinedTensor) and [len(part) for part in new.parts] == [4, 2]
     assert new.dtype == torch.float64
