@@ -185,7 +185,7 @@ class Counting(nn.Module):
         return self.cut(x).view(self.n_head, self.nh, self.head_dim, self.num_head_groups)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*[self.num_kv_heads for _ in range(2)])
+        return x.view(*[self.num_kv_heads for _ in range(self.layers)])
 
     def unused(self) -> int:
         return self.other_heads
@@ -200,12 +200,76 @@ class Counting(nn.Module):
         ({"config": SimpleNamespace(n_head=4)}, True),
         ({"n_head": 1, "config": SimpleNamespace(n_head=4)}, False),  # its own attribute counts
         ({"n_head": True, "nh": "4"}, False),
-        ({"head_dim": 4, "num_head_groups": 4, "other_heads": 4}, False),
+        ({"head_dim": 4, "num_head_groups": 4, "other_heads": 4, "layers": 4}, False),
         ({}, False),
     ],
 )
 def test_numbers_of_heads_in_a_forward(counts: dict[str, Any], found: bool) -> None:
     assert counts_heads(Counting(**counts)) is found
+
+
+def of_heads(sizes: dict[str, int], **attributes: Any) -> Any:
+    """An attention with linear layers of these sizes, whose forward may take numbers of heads."""
+    made: Any = Counting(**attributes)
+    for name, size in sizes.items():
+        made.add_module(name, nn.Linear(16, size))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attributes", "ranks", "refused"),
+    [
+        ({"q": 32, "k_proj": 16}, {"head_dim": 8}, 2, ""),
+        (
+            {"q": 32, "k_proj": 16},
+            {"head_dim": 8},
+            4,
+            "16 features, heads of 8, over 4 ranks",
+        ),
+        ({"q": 32, "k_proj": 16}, {"head_size": 8}, 4, "attention.k_proj: 16 features, heads of 8"),
+        ({"q": 32, "k_proj": 16}, {"attention_head_size": 8}, 4, "attention.k_proj: 16 features"),
+        ({"q": 32, "k_proj": 16}, {}, 4, ""),
+        # a gate with a number for each head; keys have none
+        ({"q": 32, "gate": 4}, {"head_dim": 8}, 2, ""),
+        ({"q": 64, "gate": 4}, {"head_dim": 8}, 2, "attention.gate: 4 features"),
+        ({"q": 48, "gate": 6}, {"head_dim": 8}, 4, "attention.q: 48 features"),
+        ({"q": 32, "k_proj": 4}, {"head_dim": 8}, 2, "attention.k_proj: 4 features"),
+        # heads of all ranks
+        ({"q": 32}, {"head_dim": 8, "n_head": 4}, 2, r"set \S*attention.n_head = 2"),
+        ({"q": 32}, {"head_dim": 8, "n_head": 2}, 2, ""),
+        ({"q": 32}, {"n_head": 4}, 2, "takes n_head = 4, the heads of all ranks .q has 32"),
+        ({"q": 32}, {"n_head": 5}, 2, ""),
+        ({"q": 32, "k_proj": 16}, {"head_dim": 8, "num_kv_heads": 2}, 2, "k_proj has 16 features"),
+        ({"q": 32, "k_proj": 16}, {"head_dim": 8, "num_kv_heads": 4}, 2, ""),
+    ],
+)
+def test_heads_of_one_rank(
+    sizes: dict[str, int], attributes: dict[str, Any], ranks: int, refused: str
+) -> None:
+    module = of_heads(sizes, **attributes)
+    blocks = [(module, Block("attention", tuple(sizes), "o"))]
+    inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
+    blocks.append((module_of(attention=module), inner))
+    for each, block in blocks:
+        if refused:
+            with pytest.raises(InputError, match=refused):
+                checks._check_heads(each, block, ranks)
+        else:
+            checks._check_heads(each, block, ranks)
+
+
+def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, block = of_heads({"qkv": 96}, head_dim=8, n_head=12), Block("at", ("qkv",), "o")
+    with pytest.raises(InputError, match="takes n_head = 12, the heads of all ranks"):
+        checks._check_heads(module, block, 12)
+    monkeypatch.setattr(checks, "KNOWN", (fused.class_path(module),))
+    checks._check_heads(module, block, 12)
+    assert counts_heads(of_heads({}))
+    # q, k and v of a head next to each other are one part
+    monkeypatch.setattr(checks, "INTERLEAVED", (fused.class_path(module),))
+    checks._check_heads(module, block, 4)
+    with pytest.raises(InputError, match="96 features, heads of 24, over 12 ranks"):
+        checks._check_heads(module, block, 12)
 
 
 def test_names_of_keys() -> None:
