@@ -210,10 +210,11 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     )
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(run, "tune_case", tuned)
-    monkeypatch.setattr(run.tuned_choices, "agree", mock.Mock())
+    monkeypatch.setattr(run.tuned_choices, "agree", agree := mock.Mock())
     monkeypatch.setattr(run.cache, "merge", lambda key, found: merged.append((key, *found)))
     outcome = run.tune(member, run.Options(cases, 4, 20.0))
     key = key_of(member.device, 2)
+    agree.assert_called_once_with("group", member.device)
     assert merged == [(key, cases[0].name), (key, cases[1].name)]
     assert outcome == run.Outcome(
         [row, row], [f"{op} {cases[2].name}"], str(cache.path_of(key)), 20.0
