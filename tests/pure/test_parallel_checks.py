@@ -174,6 +174,24 @@ def test_norms_of_heads(norm: nn.Module, refused: str) -> None:
         checks._check_norm_of_heads("attention.norm", norm, module, block)
 
 
+def test_what_is_not_between_the_layers_of_a_block() -> None:
+    """A norm of what the last layer returns, if what it takes has another size."""
+    block, scale = Block("attention", ("q",), "o"), nn.Module()
+    scale.weight = nn.Parameter(torch.ones(16))
+    model = module_of(q=nn.Linear(16, 32), o=nn.Linear(32, 16))
+    square = module_of(q=nn.Linear(16, 16), o=nn.Linear(16, 16))
+
+    def around(child: nn.Module, module: Any = model, *styled: str) -> bool:
+        return checks._is_around(child, "attention.child", module, block, {*styled})
+
+    assert around(nn.LayerNorm(16)) and around(nn.RMSNorm(16))
+    assert not around(nn.LayerNorm(16), square)
+    assert not around(nn.LayerNorm(32)) and not around(nn.LayerNorm((1, 16)))
+    assert not around(nn.BatchNorm1d(16)) and not around(scale)
+    assert around(scale, model, "attention.child.q")
+    assert not around(scale, model, "attention.child", "attention.children.q")
+
+
 class Counting(nn.Module):
     """Takes numbers of heads from attributes, in its forward or in what that calls."""
 
