@@ -283,13 +283,19 @@ class Operators:
         return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
-        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int, before: bool = False
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, before: bool = False
     ) -> float:
         """cuBLAS, and one launch of ours for the communication, after it, or ``before`` it (as an
         all-gather always is). Nothing overlaps."""
         c = self.c
         nbytes = m * (k if before or kind == "all_gather" else n) * itemsize / world
-        one = c.exchange_latency + self._sent_to_all(world, nbytes, c.exchange_fraction)
+        seen = view(self._node(world), c.exchange_fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= world - 1.0
+        one = c.exchange_latency + max(
+            nbytes * load / seen.capacities[link] for link, load in loads.items()
+        )
         return (
             self.costs.matmul(m, n, k, itemsize)
             + c.gap
@@ -558,6 +564,7 @@ def exchange_matmul_config(
 ) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
     rows, depth = exchange.part(m, k, world)
+
     return nearest(
         "all_to_all_matmul", world, rows * world, n, depth, lambda c: c.fits_rows(rows), entries
     ).config
