@@ -180,7 +180,7 @@ def parallelize(
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
         by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
-        all_rows = check_own_rows(model, roots, blocks, by_row, routed, plan == "auto")
+        all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
