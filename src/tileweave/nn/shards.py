@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tileweave.errors import require
 from tileweave.nn.loss_scaling import share_overflow
+from tileweave.ops.core.operator import refuse_transformed
 from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
@@ -111,9 +112,13 @@ def is_dtensor(t: object) -> bool:
 def local(parameter: Any) -> Any:
     """The local tensor of a DTensor, with its gradient; other tensors and None as they are."""
     if not is_dtensor(parameter):
+        if parameter is not None and not torch.compiler.is_compiling():
+            refuse_transformed("a layer", [parameter])
         return parameter
-    differentiable = torch.is_grad_enabled() and parameter.requires_grad
-    if differentiable or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        refuse_transformed("a layer", [parameter])
         return parameter.to_local()
     return parameter._local_tensor  # 0.1 us in place of 3
 

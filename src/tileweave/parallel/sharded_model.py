@@ -1,0 +1,62 @@
+"""The class of a sharded model: refuses DistributedDataParallel, and lets the other ranks know when
+its forward raises an error on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from tileweave.errors import InputError, TileweaveError
+from tileweave.nn.linear import ParallelLinear
+from tileweave.nn.made_classes import forward_by, make_class
+from tileweave.nn.shards import is_read_by
+from tileweave.transport.workspace import REGISTRY
+
+
+class ShardedModel:
+    """A sharded model. DistributedDataParallel broadcasts and averages parameters, which it cannot
+    do with DTensors; with ``device_mesh=`` it would replace them by shards that look whole."""
+
+    _sharded_over: str  # name of the group
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:  # which it reads first
+        if not is_read_by("torch.nn.parallel"):  # by dir() and the like
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        model: Any = self
+        path = next(p for p, m in model.named_modules() if isinstance(m, ParallelLinear))
+        raise InputError(
+            f"asked: DistributedDataParallel around {type(self).__name__}, whose layers, such as "
+            f"{path}, are sharded over ranks; allowed: data parallelism that takes DTensors; "
+            "remedy: make a mesh of two dimensions, call tileweave.parallelize(model, mesh['tp']), "
+            "then torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp'])"
+        )
+
+
+def watch_model(model: nn.Module, group_name: str) -> None:
+    """Make ``model``, sharded over the group of this name, a :class:`ShardedModel`."""
+    if not isinstance(model, ShardedModel):
+        model.__class__ = _class_of(type(model))
+    model._sharded_over = group_name  # type: ignore[assignment]
+
+
+@cache
+def _class_of(cls: type) -> type:
+    return make_class(cls, ShardedModel, {"forward": forward_by(cls, _call)}, _class_of)
+
+
+def _call(model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the forward. An error of this rank alone leaves calls to its peers: the next call of this
+    rank must not pass for one of them."""
+    try:
+        return forward(model, *args, **kwargs)
+    except BaseException as error:
+        if not isinstance(error, TileweaveError) or isinstance(error, InputError):
+            first = next(model.parameters(), None)
+            device = torch.device("cpu") if first is None else first.device
+            REGISTRY.break_off(model._sharded_over, device, False, error)
+        raise
