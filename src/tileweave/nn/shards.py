@@ -46,6 +46,12 @@ def described(t: torch.Tensor) -> str:
     return f"a tensor {tuple(t.shape)} of {t.dtype} on {t.device}"
 
 
+def in_backward() -> bool:
+    """Whether a backward runs on this thread, in which a checkpoint inside the forward of a module
+    runs a part of that forward again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+
+
 def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
     """``group`` if it is a mesh, else a mesh of one dimension over its ranks. Not collective.
 
