@@ -7,6 +7,7 @@ read its local tensor.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,12 @@ def fits_weight(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def described(t: torch.Tensor) -> str:
     """Shape, dtype and device of a tensor, for errors."""
     return f"a tensor {tuple(t.shape)} of {t.dtype} on {t.device}"
+
+
+def is_read_by(package: str) -> bool:
+    """Whether a module of ``package`` reads the attribute whose getter calls this. Others, such as
+    ``inspect.getmembers`` and ``torch.jit``, read all attributes."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(package)
 
 
 def in_backward() -> bool:

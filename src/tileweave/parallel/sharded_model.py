@@ -3,6 +3,7 @@ its forward raises an error on this one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
@@ -52,11 +53,16 @@ def _class_of(cls: type) -> type:
 def _call(model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run the forward. An error of this rank alone leaves calls to its peers: the next call of this
     rank must not pass for one of them."""
+    told = False
     try:
-        return forward(model, *args, **kwargs)
-    except BaseException as error:
-        if not isinstance(error, TileweaveError) or isinstance(error, InputError):
+        result = forward(model, *args, **kwargs)
+        told = True
+    except TileweaveError as error:
+        told = not isinstance(error, InputError)
+        raise
+    finally:
+        if not told:
             first = next(model.parameters(), None)
             device = torch.device("cpu") if first is None else first.device
-            REGISTRY.break_off(model._sharded_over, device, False, error)
-        raise
+            REGISTRY.break_off(model._sharded_over, device, False, sys.exc_info()[1])
+    return result
