@@ -41,6 +41,8 @@ from torch.utils.checkpoint import (
 )
 
 import tileweave as tw
+from tileweave.ops.core.registry import name_of
+from tileweave.transport.workspace import REGISTRY
 
 
 @pytest.fixture
@@ -54,6 +56,10 @@ def world(worlds: Worlds) -> World:
 def checkpointed(m: Any, reentrant: bool, **options: Any) -> None:
     for layer in m.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant, **options)
+
+
+def as_a_whole(m: Any) -> None:
+    m.forward = partial(checkpoint, m.forward, use_reentrant=False)
 
 
 def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -105,6 +111,7 @@ def one_block_twice(m: Any) -> None:
 CHANGES: dict[str, Callable[[Any], None]] = {
     "checkpoint": partial(checkpointed, reentrant=False),
     "reentrant": partial(checkpointed, reentrant=True),
+    "checkpoint of all": as_a_whole,
     "selective": selective,
     "offload": offloaded,
     "backward twice": twice,
@@ -129,6 +136,7 @@ def changed(me: Member, name: str, sequence: bool) -> None:
         if want is not None:
             assert_near(whole(parameter.grad), want, 1e-4, 1e-5, at)
     assert_near(part(ids_of(2)), reference(ids_of(2)), 1e-4, 1e-5, "y")
+    assert not REGISTRY.broken_off(name_of(None))
 
 
 @FORMS
@@ -331,6 +339,50 @@ def read(me: Member, sequence: bool) -> None:
 @FORMS
 def test_all_attributes_may_be_read(world: World, sequence: bool) -> None:
     run_either(world, False, read, sequence)
+
+
+# --- Blocks that do not run ---
+
+
+def blocks_removed(me: Member) -> list[str]:
+    """What is left would return the rows of one rank, or take all rows for those of one."""
+    found = []
+    for kept in (slice(0, 2), slice(1, 3), slice(1, 2)):
+        part: Any = tw.parallelize(model(3), sequence_parallel=True)
+        part.layers = part.layers[kept]
+        found.append(refusal(part, ids_of()))
+    part, reference = tw.parallelize(model(3), sequence_parallel=True), model(3)
+    for m in (part, reference):
+        del m.layers[1]
+    compare(part, reference)
+    x = part.embed(ids_of())  # each block by itself
+    for layer in part.layers:
+        x = layer(x)
+    assert_near(part.head(part.norm(x)), reference(ids_of()), 1e-4, 1e-5, "one by one")
+    return found
+
+
+def test_blocks_that_shard_and_gather_rows_must_run(world: World) -> None:
+    for last, first, both in run_either(world, False, blocks_removed):
+        assert "asked: Model without layers.2" in last, last
+        assert "asked: layers.1 without layers.0" in first, first
+        assert "asked: layers.1 without layers.0" in both, both
+
+
+def skipped(me: Member) -> None:
+    """A model that skips its only list is right after a backward, which may run blocks again."""
+    part: Any = tw.parallelize(model(), sequence_parallel=True)
+    checkpointed(part, False)
+    layers, bare = part.layers, model()
+    part(ids_of()).square().mean().backward()
+    part.layers = bare.layers = nn.ModuleList()
+    assert_near(part(ids_of()), bare(ids_of()), 1e-4, 1e-5, "without blocks")
+    part.layers = layers
+    assert_near(part(ids_of()), model()(ids_of()), 1e-4, 1e-5, "with blocks")
+
+
+def test_a_list_may_be_skipped(world: World) -> None:
+    run_either(world, False, skipped)
 
 
 # --- Errors of one rank ---
