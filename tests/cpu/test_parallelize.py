@@ -375,7 +375,7 @@ def refused(me: Member) -> list[str]:
     inside.layers[0].mlp.sub_norm = nn.LayerNorm(24)
     cross.layers[0].mlp = Cross(16, 24)
     before = [type(m) for m in quantised.modules()]
-    tw.parallelize(cross, sequence_parallel=True)
+    tw.parallelize(cross, sequence_parallel=True, src_data_rank=me.world_size - 1)
     found = [
         refusal(tw.parallelize, quantised),
         refusal(tw.parallelize, odd),
@@ -387,6 +387,9 @@ def refused(me: Member) -> list[str]:
         refusal(tw.parallelize, model(), None, {"head": "colwise"}),
         refusal(tw.parallelize, nn.Sequential(nn.Linear(4, 4))),
         refusal(cross, ids_of()),
+        refusal(tw.parallelize, model(), src_data_rank=me.world_size),
+        refusal(tw.parallelize, model(), src_data_rank=-1),
+        refusal(tw.parallelize, model(), None, "automatic"),
     ]
     assert [type(m) for m in quantised.modules()] == before, "changed before it was refused"
     return found
@@ -403,6 +406,9 @@ NAMED = (
     "head, whose weight",
     'plan="auto" for Sequential',
     "layers.0.mlp.up_proj of another tensor",
+    "src_data_rank=2",
+    "src_data_rank=-1",
+    "plan='automatic'",
 )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,23 +19,26 @@ from tests.support.calls import refusal
 from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
+from tileweave.errors import UnsupportedError
 from tileweave.launcher import Member as Launched
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
 runner = pytest.importorskip("typer.testing").CliRunner()
 
+from tileweave.bench.rivals import OURS  # noqa: E402
 from tileweave.bench.samples import samples_of  # noqa: E402
-from tileweave.bench.subjects import Draw, Shape  # noqa: E402
+from tileweave.bench.subjects import TOLERANCE, Draw, Shape  # noqa: E402
 from tileweave.commands.app import app  # noqa: E402
-from tileweave.ops.core.registry import name_of  # noqa: E402
+from tileweave.ops.core.registry import machine_of, name_of  # noqa: E402
 from tileweave.ops.core.tuned_choices import key_of  # noqa: E402
 from tileweave.planning import cache, choices  # noqa: E402
-from tileweave.planning.candidates import TUNABLE  # noqa: E402
+from tileweave.planning.candidates import TUNABLE, candidates  # noqa: E402
+from tileweave.planning.measurements import Measurement  # noqa: E402
 from tileweave.planning.problem import SCALES, Problem  # noqa: E402
 from tileweave.planning.schedules.scatter import Exchange  # noqa: E402
 from tileweave.transport.workspace import REGISTRY  # noqa: E402
-from tileweave.tune import run  # noqa: E402
+from tileweave.tune import measure, run  # noqa: E402
 from tileweave.tune.call import case_of, problem_of_call  # noqa: E402
 from tileweave.tune.measure import problem_of  # noqa: E402
 from tileweave.tune.shapes import of_sizes  # noqa: E402
@@ -89,9 +95,142 @@ def test_shapes_are_measured_kept_and_planned_by(
         assert "interpreted" in untuned
 
 
+def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own config is forced in the check and in each timed call; one that is wrong has no time,
+    and one at the bound of the error is right."""
+    op, device = "matmul_all_reduce", torch.device("cpu")
+    member: Any = SimpleNamespace(world_size=2, device=device, group="group", rank=0)
+    case, checked, ran, said, names = of_sizes(op, 8, 16, 32, "float32"), [], [], [], []
+    right, wrong = candidates(op, problem_of(case, 2), machine_of(device))[:2]
+    bound = TOLERANCE[torch.float32]
+
+    def errors() -> list[float]:
+        checked.append(config := choices.forced_config(op))
+        return [0.0, 2 * bound if config == wrong else bound]
+
+    def call() -> None:
+        ran.append(choices.forced_config(op))
+
+    def timed(functions: Any, group: object, on: object, **options: object) -> dict[str, Any]:
+        assert (group, on) == ("group", device)
+        assert options == {"repeats": 3, "graph": True, "progress": said.append}
+        names.extend(functions)
+        for function in functions.values():
+            function()
+        return {name: SimpleNamespace(median_us=float(at)) for at, name in enumerate(functions)}
+
+    made = SimpleNamespace(functions={OURS: call}, errors=errors, dtype=torch.float32)
+    samples = SimpleNamespace(rival=lambda *given: given == (case, member, (OURS,), 7) and made)
+    forget = mock.Mock()
+    monkeypatch.setattr(measure, "samples_of", lambda name: {op: samples}[name])
+    monkeypatch.setattr(measure, "worst", lambda error, on, group: error)
+    monkeypatch.setattr(measure, "forget_case", forget)
+    monkeypatch.setattr(measure, "measure", timed)
+    found, refused = measure.measure_case(member, case, 7, (right, wrong), 3, said.append)
+    assert (checked, ran) == ([None, right, wrong], [None, right])
+    assert said == [f"checks candidate {number} of 3" for number in (1, 2, 3)]
+    assert found.us == {None: 0.0, right: 1.0} and refused == {wrong: 2 * bound}
+    assert names == ["unfused", f"1: {right}"]
+    forget.assert_called_once_with(member)
+
+
+def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A member for ``run``, with what ranks tell each other taken from this process."""
+    monkeypatch.setattr(run, "_of_rank_0", lambda member, mine: mine)
+    monkeypatch.setattr(run, "rank_0_says", lambda member, mine: mine)
+    return SimpleNamespace(world_size=2, device=torch.device("cpu"), group="group", rank=0)
+
+
+def test_times_that_no_file_can_keep_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, op = on_one_rank(monkeypatch), "matmul_all_reduce"
+    problem = problem_of(of_sizes(op, 8, 16, 32, "float32"), 2)
+    first, second = candidates(op, problem, machine_of(member.device))[:2]
+    third = replace(first, tile_m=2 * first.tile_m)
+    times = {None: 2.006, first: math.nan, second: 0.004, third: 0.013}
+    kept = run._as_on_rank_0(member, Measurement(op, problem, times))
+    assert kept == Measurement(op, problem, {None: 2.01, third: 0.01})
+    with pytest.raises(UnsupportedError, match="leave out this shape"):
+        run._as_on_rank_0(member, Measurement(op, problem, times | {None: 0.001}))
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["fused before", "unfused before"])
+def test_a_shape_is_measured_with_all_candidates_and_its_plan(
+    planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, op = on_one_rank(monkeypatch), "matmul_all_reduce"
+    case = of_sizes(op, 8, 16, 32, "float32")
+    problem = problem_of(case, 2)
+    possible = candidates(op, problem, machine_of(member.device))
+    before = replace(possible[0], tile_m=possible[0].tile_m * 2) if planned else None
+    tried = (*possible, before) if planned else possible
+    measured = {None: 4.0, possible[0]: 2.0, possible[1]: 3.0}
+    found = Measurement(op, problem, measured | ({before: 8.0} if planned else {}))
+    wrong = {possible[1]: 1.0}
+    measuring, add, said = mock.Mock(return_value=(found, wrong)), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(run, "measure_case", measuring)
+    monkeypatch.setattr(run, "_plan", lambda *_: SimpleNamespace(config=before))
+    monkeypatch.setattr(run.tuned_choices, "add", add)
+    kept, row = run.tune_case(member, case, 7, 3, said)
+    measuring.assert_called_once_with(member, case, 7, tried, 3, said)
+    add.assert_called_once_with(member.device, 2, [found])
+    assert kept == found
+    assert row == run.Row(
+        op,
+        case.name,
+        (8, 16, 32),
+        run._named(before),
+        run._named(possible[0]),
+        8.0 if planned else 4.0,
+        2.0,
+        4.0,
+        len(tried) + 1,
+        (run._named(possible[1]),),
+    )
+    assert row.gain == row.us_before / 2
+
+
+def test_tuning_tells_what_it_does_and_ends_in_time(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes of 10 s each, for 20 s: the third one is left out."""
+    member, op = on_one_rank(monkeypatch), "matmul_all_reduce"
+    cases = tuple(of_sizes(op, rows, 16, 32, "float32") for rows in (8, 12, 16))
+    clock, said = [0.0], mock.MagicMock()
+    steps = said.__enter__.return_value
+    row = run.Row(op, "name", (8, 16, 32), "unfused", "triton push", 3.0, 2.0, 3.0, 2)
+
+    def tuned(member: Any, case: Any, seed: int, repeats: int, tell: object) -> tuple[Any, Any]:
+        assert (seed, repeats, tell) == (len(merged), 4, steps.detail)
+        clock[0] += 10.0
+        return case.name, row
+
+    merged: list[Any] = []
+    monkeypatch.setattr(
+        run, "Steps", lambda title, total, show: (total, show) == (3, True) and said
+    )
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run, "tune_case", tuned)
+    monkeypatch.setattr(run.tuned_choices, "agree", agree := mock.Mock())
+    monkeypatch.setattr(run.cache, "merge", lambda key, found: merged.append((key, *found)))
+    outcome = run.tune(member, run.Options(cases, 4, 20.0))
+    key = key_of(member.device, 2)
+    agree.assert_called_once_with("group", member.device)
+    assert merged == [(key, cases[0].name), (key, cases[1].name)]
+    assert outcome == run.Outcome(
+        [row, row], [f"{op} {cases[2].name}"], str(cache.path_of(key)), 20.0
+    )
+    left = ("", ", about 20 s left", ", about 10 s left")
+    assert steps.now.mock_calls == [
+        mock.call(f"{op} {case.name}{rest}") for case, rest in zip(cases, left, strict=True)
+    ]
+    done = mock.call("triton push, 2.0 us, 1.50 times as fast as unfused")
+    assert steps.done.mock_calls == [done, done, mock.call("skipped: out of time")]
+
+
 def tuned_without_a_place(me: Member, folder: str) -> str:
     case = of_sizes("matmul_all_reduce", 8, 16, 32, "float32")
-    with cache_of(Path(folder)):
+    measuring = mock.patch.object(run, "tune_case", side_effect=AssertionError("measured"))
+    with cache_of(Path(folder)), measuring:  # it is known before
         return refusal(run.tune, Launched(me.rank, me.world_size, me.device), run.Options((case,)))
 
 

@@ -19,7 +19,7 @@ from tileweave.sim.advise import advise, memory_of
 from tileweave.sim.collectives import Group
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
 from tileweave.sim.moe import known_experts
-from tileweave.sim.operators import Operators
+from tileweave.sim.operators import ExpertMatmul, Operators
 from tileweave.sim.tiles_grouped import Routing, dispatch_matmul, matmul_combine
 from tileweave.sim.workload import Scenario, simulate_all
 
@@ -113,14 +113,15 @@ def test_routing_skew_costs_time() -> None:
 
 def test_experts_within_a_node_and_across_nodes() -> None:
     ops = Operators(FOUR)
-    inside = ops.dispatch_grouped(Group(4), 4096, 8, 128, 3072, 4096)
+    inside = ops.dispatch_grouped(Group(4), ExpertMatmul(4096, 8, 128, 3072, 4096))
     assert isclose(
-        inside.fused, min(ops.fused_dispatch_grouped(4, 4096, 8, 128, 3072, 4096), inside.unfused)
+        inside.fused,
+        min(ops.fused_dispatch_grouped(4, ExpertMatmul(4096, 8, 128, 3072, 4096)), inside.unfused),
     )
     both = Operators(make_cluster("h200", nodes=2))
     for time in (
-        both.dispatch_grouped(Group(8, 2), 4096, 8, 128, 3072, 4096),
-        both.grouped_combine(Group(8, 2), 4096, 8, 128, 4096, 1536),
+        both.dispatch_grouped(Group(8, 2), ExpertMatmul(4096, 8, 128, 3072, 4096)),
+        both.grouped_combine(Group(8, 2), ExpertMatmul(4096, 8, 128, 4096, 1536)),
     ):
         assert time.bound <= time.fused <= time.unfused
 
@@ -132,7 +133,7 @@ def test_experts_on_one_rank_send_nothing() -> None:
     assert "exposed communication" not in times.timelines["fused"].phases()
     ops = Operators(FOUR)
     combine, expected = (
-        ops.grouped_combine(Group(1), 64, 8, 128, 4096, 1536),
+        ops.grouped_combine(Group(1), ExpertMatmul(64, 8, 128, 4096, 1536)),
         ops.reduce_top_k(64, 8, 4096),
     )
     assert (

@@ -10,7 +10,7 @@ import pytest
 from tileweave.planning.schedules.chunks import GROWING, SHRINKING, chunks_by_weight
 from tileweave.sim.collectives import Group
 from tileweave.sim.machine import make_cluster
-from tileweave.sim.operators import Operators
+from tileweave.sim.operators import ExpertMatmul, Operators
 from tileweave.sim.public import figures, judge
 
 ROWS, HIDDEN = 8192, 8192
@@ -61,9 +61,11 @@ def test_chunks_cover_all_rows() -> None:
 def test_tokens_cross_once_per_node() -> None:
     """More choices of a token take no more time between nodes, where a row of a choice would."""
     ops, group = operators(2), Group(8, 2)
-    four, eight = (ops.dispatch_grouped(group, 4096, k, 256, 4096, 7168) for k in (4, 8))
+    four, eight = (
+        ops.dispatch_grouped(group, ExpertMatmul(4096, k, 256, 4096, 7168)) for k in (4, 8)
+    )
     rail = ops.collective("all_gather", 2 * 4096 * 7168 * 2.0, Group(1, 2))
-    inside = [ops.fused_dispatch_grouped(8, 8192, k, 128, 4096, 7168) for k in (2, 4)]
+    inside = [ops.fused_dispatch_grouped(8, ExpertMatmul(8192, k, 128, 4096, 7168)) for k in (2, 4)]
     assert math.isclose(four.fused, rail + ops.c.gap + inside[0])
     assert math.isclose(eight.fused, rail + ops.c.gap + inside[1])
     assert eight.fused < eight.unfused

@@ -286,7 +286,7 @@ def turn_kernel(
 
 
 def columns_launchers(
-    rows: int, cols: int, pitch: int, whole: bool, other_cols: int = 0
+    rows: int, cols: int, pitch: int, whole: bool, other_cols: int
 ) -> tuple[Launcher, Launcher]:
     """Launches for x [rows, cols] and another tensor [rows, other_cols], contiguous and of one
     dtype. The first is called with both and the maxima, int32 zeros, [cols + other_cols]; the

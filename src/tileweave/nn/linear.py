@@ -31,6 +31,7 @@ from tileweave.nn.shards import (
     described,
     distributed,
     fits_weight,
+    is_read_by,
     local,
     mesh_of,
     sharded,
@@ -98,13 +99,14 @@ class _RefusesAdapters:
     """The attribute of a layer that PEFT reads before it adds LoRA: shapes would not fit."""
 
     def __get__(self, layer: Any, _: type) -> None:
-        if layer is not None:
+        if layer is not None and is_read_by("peft"):
             raise InputError(
                 f"asked: LoRA around {layer.path or type(layer).__name__}, which is sharded; "
                 "allowed: LoRA that was added before; remedy: add or load adapters first "
                 "(get_peft_model, PeftModel.from_pretrained), then call tileweave.parallelize; or "
                 "leave this layer out of target_modules"
             )
+        raise AttributeError("_hf_tp_plan")
 
 
 class ParallelLinear(ShardedModule, nn.Linear):

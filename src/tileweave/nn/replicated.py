@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tileweave.nn.made_classes import make_class
-from tileweave.nn.shards import ShardedModule, distributed, is_dtensor, local, mesh_of
+from tileweave.nn.shards import (
+    ShardedModule,
+    distributed,
+    in_backward,
+    is_dtensor,
+    local,
+    mesh_of,
+)
 from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, name_of
 from tileweave.ops.core.replicated import copy_to_group
@@ -166,7 +173,7 @@ def _getter(name: str) -> Any:
         if name not in self._parameters:  # it was deleted
             raise AttributeError(name)
         value = self._parameters[name]
-        if not self._running.forwards or value is None:
+        if value is None or not (self._running.forwards or in_backward()):
             return value
         plain = local(value)
         return copy_to_group(plain, self._sums_over) if self._sums_over else plain

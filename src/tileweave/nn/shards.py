@@ -7,6 +7,7 @@ read its local tensor.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tileweave.errors import require
 from tileweave.nn.loss_scaling import share_overflow
+from tileweave.ops.core.operator import refuse_transformed
 from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
@@ -43,6 +45,18 @@ def fits_weight(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def described(t: torch.Tensor) -> str:
     """Shape, dtype and device of a tensor, for errors."""
     return f"a tensor {tuple(t.shape)} of {t.dtype} on {t.device}"
+
+
+def is_read_by(package: str) -> bool:
+    """Whether a module of ``package`` reads the attribute whose getter calls this. Others, such as
+    ``inspect.getmembers`` and ``torch.jit``, read all attributes."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(package)
+
+
+def in_backward() -> bool:
+    """Whether a backward runs on this thread, in which a checkpoint inside the forward of a module
+    runs a part of that forward again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def mesh_of(group: Group | None, device: torch.device) -> DeviceMesh:
@@ -111,9 +125,13 @@ def is_dtensor(t: object) -> bool:
 def local(parameter: Any) -> Any:
     """The local tensor of a DTensor, with its gradient; other tensors and None as they are."""
     if not is_dtensor(parameter):
+        if parameter is not None and not torch.compiler.is_compiling():
+            refuse_transformed("a layer", [parameter])
         return parameter
-    differentiable = torch.is_grad_enabled() and parameter.requires_grad
-    if differentiable or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        refuse_transformed("a layer", [parameter])
         return parameter.to_local()
     return parameter._local_tensor  # 0.1 us in place of 3
 

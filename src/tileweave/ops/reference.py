@@ -127,7 +127,7 @@ def _partial(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """This rank's partial sum; that of rank 0 includes the bias, so that it is added once."""
     return _multiply(x, w, bias if bias is not None and group.rank() == 0 else None, out)
@@ -142,7 +142,7 @@ def all_gather_scaled_matmul(
     parts: tuple[torch.Tensor, torch.Tensor],
     product: ScaledProduct,
     group: dist.ProcessGroup,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """product(gather(x)) [R * m, n], in ``out`` if given. Data and scales are gathered by a
     collective each."""

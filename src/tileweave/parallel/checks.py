@@ -387,7 +387,6 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 
 def check_own_rows(
-    model: nn.Module,
     roots: list[tuple[str, nn.Module]],
     blocks: list[Block],
     styles: dict[str, Any],

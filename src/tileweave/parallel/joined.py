@@ -36,6 +36,19 @@ def refused(what: object) -> InputError:
 class Shards(LocalShardsWrapper):
     """This rank's shards of a tensor, for checkpoints only."""
 
+    def __new__(
+        cls, local_shards: list[torch.Tensor], local_offsets: list[tuple[int, ...]]
+    ) -> Shards:
+        # torch's has the default dtype and device, whatever its shards have
+        described = LocalShardsWrapper(local_shards, local_offsets)
+        first = local_shards[0]
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, described.shape, dtype=first.dtype, device=first.device
+        )
+        made._local_shards = local_shards
+        made._storage_meta = described.storage_metadata()
+        return made
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not ATEN.new_empty.default:  # async_save fills a new one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.made_classes import forward_by, make_class
+from tileweave.nn.shards import in_backward
 from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.ops.core.registry import group_of
 from tileweave.ops.core.replicated import gather_parts, own_part
@@ -35,10 +36,13 @@ class OwnRows:
 
     watched : list of (path, module)
         Modules that see own rows, whose hooks must only read.
+
+    ``open``: the first block has begun, and the last one has not ended.
     """
 
     def __init__(self, blocks: Blocks, watched: Blocks, group_name: str, dim: int) -> None:
         self.path, first = blocks[0]
+        self.last, self.open = blocks[-1][0], False
         self.watched, self.group_name, self.dim = watched, group_name, dim
         # before other hooks: the first block may gather its input again
         first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
@@ -51,6 +55,7 @@ class OwnRows:
             for path, module in self.watched:
                 if has_hooks(module):
                     guard_hooks(module, path, EVERY, "the rows of one rank")
+        self.open = True
         if args:
             return with_input(0, self._own(args[0]), args, kwargs)
         key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -68,15 +73,27 @@ class OwnRows:
         return own_part(x, self.dim, self.group_name)
 
     def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+        self.open = False
         if isinstance(y, torch.Tensor):
             return gather_parts(y, self.dim, self.group_name)
         return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
+
+    def refuse(self, path: str, missing: str) -> NoReturn:
+        """Raise :class:`InputError`: ``path`` runs without the block ``missing``."""
+        raise InputError(
+            f"asked: {path} without {missing}, which ran with sequence_parallel=True when the "
+            f"model was sharded; allowed: forwards that run {self.path}, where each rank takes its "
+            f"rows, and {self.last}, where they are gathered; remedy: remove or skip blocks "
+            "between them only, remove blocks before tileweave.parallelize, or pass "
+            "sequence_parallel=False"
+        )
 
 
 class OwnRowsBlock(nn.Module):
     """A block whose hidden states are this rank's rows: errors of its forward get its path."""
 
     _rows_path: str
+    _rows: list[OwnRows]  # of each list that has it
 
 
 @cache
@@ -85,6 +102,8 @@ def _class_of(cls: Any) -> type:
 
 
 def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not any(rows.open for rows in module._rows) and not in_backward():
+        module._rows[0].refuse(module._rows_path, module._rows[0].path)
     try:
         return forward(module, *args, **kwargs)
     except FOREIGN as error:
@@ -168,11 +187,12 @@ def shard_rows(
             for name, part in block.named_modules(prefix=path)
             if check and not name.startswith(inside) and any(True for _ in part.parameters())
         ]
-        OwnRows(blocks, watched, group_name, dim)
+        rows = OwnRows(blocks, watched, group_name, dim)
         for path, block in blocks:
             if not isinstance(block, OwnRowsBlock):
                 block.__class__ = _class_of(type(block))
-                block._rows_path = path  # type: ignore[assignment]
+                block._rows_path, block._rows = path, []  # type: ignore[assignment]
+            block._rows.append(rows)  # type: ignore[union-attr]
     for part in model.modules():
         if hasattr(type(part), "_can_record_outputs"):  # a model of transformers
             part.register_forward_pre_hook(_refuse_states, with_kwargs=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ColumnParallelLinear, under_autocast
+from tileweave.nn.shards import in_backward
 from tileweave.ops.core.replicated import copy_to_group
 from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.scaled_training import linear as in_fp8
@@ -35,6 +36,8 @@ class SharedColumn(ColumnParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.given is None:
+            if self.gather and in_backward():
+                self._refuse_recomputation()
             return super().forward(input)
         x, instead = self.given
         if input is x:
@@ -53,6 +56,16 @@ class SharedColumn(ColumnParallelLinear):
                 "style of its own, tw.parallel.Colwise(sequence_dim=...)"
             )
         return super().forward(input)
+
+    def _refuse_recomputation(self) -> None:
+        """In a backward the module has no input for this layer: it is only recomputed in part."""
+        path = self.path.rpartition(".")[0]
+        raise InputError(
+            f"asked: {self.path} in backward without its module, as a checkpoint inside the "
+            f"forward of {path} recomputes it; allowed: a checkpoint around {path} or the block "
+            "that has it, since its layers share one gather; remedy: move "
+            "torch.utils.checkpoint.checkpoint there, or pass sequence_parallel=False"
+        )
 
     def train_in_fp8(self, recipe: str | None) -> Any:
         require(

@@ -29,7 +29,6 @@ from tileweave.parallel.checks import (
     counts_heads,
     routed_parts,
 )
-from tileweave.parallel.data_parallel import refuse_ddp
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import COUNTED, HEADS, FusedLayer, class_path, split
 from tileweave.parallel.own_rows import AllRows, shard_rows
@@ -59,6 +58,7 @@ from tileweave.parallel.plans import (
 )
 from tileweave.parallel.same_numbers import check_numbers
 from tileweave.parallel.saving import save_whole
+from tileweave.parallel.sharded_model import watch_model
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
 from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
@@ -180,7 +180,7 @@ def parallelize(
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
         by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
-        all_rows = check_own_rows(model, roots, blocks, by_row, routed, plan == "auto")
+        all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, size, named) if check else {}
     for layer in fused:
@@ -220,7 +220,7 @@ def parallelize(
         same = [model.get_submodule(path) for path in all_rows] if sequence_parallel else [model]
         check_numbers(model, same, name)
     save_whole(model)
-    refuse_ddp(model)
+    watch_model(model, name)
     return model
 
 

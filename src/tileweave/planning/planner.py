@@ -2,8 +2,8 @@
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
 to take for shapes nearby, relative to the closed form there; times of another device count less
-(:data:`_OTHER_DEVICE`). Of 846 shapes of two H100, two and four H200, each left out of the
-measurements in turn, the choice took 1.9 % longer than the fastest candidate in the mean. A
+(:data:`_OTHER_DEVICE`). Of 881 shapes of two H100, two and four H200, each left out of the
+measurements in turn, the choice took 2.0 % longer than the fastest candidate in the mean. A
 candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
 predicted with caution (:data:`_UNTRIED`). No torch, no triton.
 """
@@ -86,7 +86,7 @@ class Planner:
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
         """Seconds: measured, or corrected by measurements nearby; rounded, so that ranks with
         different math libraries agree."""
-        host = host_seconds(self.op, config, p.world_size)
+        host = host_seconds(config, p.world_size)
         us = self._here.get(p, {}).get(config)
         if us is not None:
             return round(max(us * 1e-6, host), 9)

@@ -67,7 +67,7 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
     return found
 
 
-def system_of(cluster: Cluster, costs: Costs, dimensions: int) -> dict[str, Any]:
+def system_of(costs: Costs, dimensions: int) -> dict[str, Any]:
     """The system file: collectives as in this model, roofline off, because computation has
     durations."""
     ring, direct = ["ring"] * dimensions, ["direct"] * dimensions
@@ -94,7 +94,7 @@ def export(cluster: Cluster, costs: Costs, folder: Path) -> list[Path]:
     network = network_of(cluster, costs)
     lines = [f"{name}: [ {', '.join(map(str, values))} ]" for name, values in network.items()]
     (folder / "network.yml").write_text("\n".join(lines) + "\n", "utf-8")
-    system = system_of(cluster, costs, len(network["topology"]))
+    system = system_of(costs, len(network["topology"]))
     (folder / "system.json").write_text(json.dumps(system, indent=1) + "\n", "utf-8")
     return [folder / "network.yml", folder / "system.json"]
 

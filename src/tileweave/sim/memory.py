@@ -54,10 +54,10 @@ def usable(device: Device) -> float:
     return device.memory - RESERVED
 
 
-def kv_cache(layers: int, kv_columns: float, tokens: float, itemsize: float = 2.0) -> float:
-    """Bytes of keys and values of ``tokens`` tokens in ``layers`` layers. ``kv_columns``: of the
-    keys that one rank has; the values have as many."""
-    return 2.0 * layers * kv_columns * tokens * itemsize
+def kv_cache(layers: int, kv_columns: float, tokens: float) -> float:
+    """Bytes of keys and values, of 16 bits, of ``tokens`` tokens in ``layers`` layers.
+    ``kv_columns``: of the keys that one rank has; the values have as many."""
+    return 2.0 * 2.0 * layers * kv_columns * tokens
 
 
 def training_memory(training: Training, cluster: Cluster) -> Memory:

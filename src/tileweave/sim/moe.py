@@ -30,7 +30,7 @@ from tileweave.sim.document import (
     text,
 )
 from tileweave.sim.machine import Cluster
-from tileweave.sim.operators import Mode, Operators, OpTime
+from tileweave.sim.operators import ExpertMatmul, Mode, Operators, OpTime
 from tileweave.sim.serving import HOST, LAYER_PREFILL
 from tileweave.sim.step import Part, Step, Timeline
 from tileweave.sim.token_exchange import Tokens, exchange_time
@@ -399,28 +399,19 @@ class _Builder:
 
     def _operators(self) -> tuple[OpTime, OpTime]:
         model, ops = self.model, self.ops
-        sizes = (self.group, self.tokens, model.top_k, self.moe.experts)
+        routed = self.tokens, model.top_k, self.moe.experts
+        up = ExpertMatmul(*routed, 2 * model.ffn, model.hidden, self.skew)
+        down = ExpertMatmul(*routed, model.hidden, model.ffn, self.skew)
+        dispatch = partial(ops.dispatch_grouped, self.group, up)
+        combine = partial(ops.grouped_combine, self.group, down)
         if self.moe.exchange == "nccl" and not self.moe.fp8:
-            return (
-                ops.dispatch_grouped(*sizes, 2 * model.ffn, model.hidden, self.skew),
-                ops.grouped_combine(*sizes, model.hidden, model.ffn, self.skew),
-            )
+            return dispatch(), combine()
         first, second = self._first_matmul().seconds, self._second_matmul().seconds
         if self.moe.exchange == "normal":
             second += self._sorted().seconds
         return (
-            self._exchanged(
-                "dispatch",
-                first,
-                0.0,
-                partial(ops.dispatch_grouped, *sizes, 2 * model.ffn, model.hidden, self.skew),
-            ),
-            self._exchanged(
-                "combine",
-                second,
-                self._sum(),
-                partial(ops.grouped_combine, *sizes, model.hidden, model.ffn, self.skew),
-            ),
+            self._exchanged("dispatch", first, 0.0, dispatch),
+            self._exchanged("combine", second, self._sum(), combine),
         )
 
     def _exchanged(

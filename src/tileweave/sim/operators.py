@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 from tileweave.planning.candidates import takes_rows
 from tileweave.planning.combine import plan_combine
@@ -60,6 +61,72 @@ class OpTime:
         return self.fused if mode == "fused" else self.bound
 
 
+class ExpertMatmul(NamedTuple):
+    """A matmul of an expert layer: each rank has ``tokens``, each with ``top_k`` of all
+    ``experts``, whose weights are [cols, depth]. ``skew``: the load of the busiest rank relative to
+    the average."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    cols: int
+    depth: int
+    skew: float = 1.0
+
+    @property
+    def busiest_rows(self) -> int:
+        """Rows of the busiest rank."""
+        return int(self.tokens * self.top_k * self.skew)
+
+    def problem(self, world: int, itemsize: int) -> GroupedProblem:
+        """What tileweave plans for ``world`` ranks."""
+        return GroupedProblem(
+            world,
+            self.tokens,
+            self.top_k,
+            self.experts // world,
+            self.cols,
+            self.depth,
+            itemsize,
+            "bfloat16",
+        )
+
+    def of_a_node(self, nodes: int) -> ExpertMatmul:
+        """What the ranks of one of ``nodes`` compute: they have the tokens of their rails, with
+        ``top_k / nodes`` experts each on average."""
+        return self._replace(
+            tokens=self.tokens * nodes,
+            top_k=max(self.top_k // nodes, 1),
+            experts=self.experts // nodes,
+        )
+
+
+P = ParamSpec("P")
+Timed = Callable[Concatenate["Operators", P], OpTime]
+
+
+def _kept(world_at: int | None = None) -> Callable[[Timed[P]], Timed[P]]:
+    """Keep what a method returns, by its arguments.
+
+    world_at : position of the argument that is a number of ranks; inside a node, results are kept
+        for any number of nodes.
+    """
+
+    def keeping(method: Timed[P]) -> Timed[P]:
+        @wraps(method)
+        def call(self: Operators, *args: P.args, **kwargs: P.kwargs) -> OpTime:
+            ranks: Any = math.inf if world_at is None else args[world_at]
+            known = self._inside if ranks <= self.cluster.gpus_per_node else self._known
+            key = (method.__name__, args, *kwargs.items())
+            if key not in known:
+                known[key] = method(self, *args, **kwargs)
+            return known[key]
+
+        return call
+
+    return keeping
+
+
 class Operators:
     """Times of operators on one cluster, in bf16, cached by shape.
 
@@ -88,12 +155,6 @@ class Operators:
         found = copy(self)
         found.cluster, found._known = replace(self.cluster, nodes=nodes), {}
         return found
-
-    def _once(self, key: Any, make: Callable[[], OpTime], ranks: float = math.inf) -> OpTime:
-        known = self._inside if ranks <= self.cluster.gpus_per_node else self._known
-        if key not in known:
-            known[key] = make()
-        return known[key]
 
     def collective(
         self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1
@@ -130,31 +191,30 @@ class Operators:
         the links, without NCCL. Across nodes only the collective (``comm``) was measured."""
         if group.across > 1:
             return comm
-        seen = view(self._node(group.size), max(self.c.push_fraction, self.c.copy_fraction))
-        loads = seen.loads(inside_hops(seen.cluster, 1), group.size - 1.0)
-        if seen.cluster.device.inside == "mesh":
-            loads["pair1"] /= group.size - 1.0
         times = 2.0 if kind == "all_reduce" else 1.0
         each = received / times / (group.size - 1)
-        return times * (
-            self.c.push_latency
-            + max(each * load / seen.capacities[link] for link, load in loads.items())
-        )
+        fraction = max(self.c.push_fraction, self.c.copy_fraction)
+        return times * (self.c.push_latency + self._sent_to_all(group.size, each, fraction))
+
+    def _sent_to_all(self, world: int, nbytes: float, fraction: float) -> float:
+        """The time in which each rank of a node sends ``nbytes`` to every other one, at a
+        ``fraction`` of the rate of the links."""
+        seen = view(self._node(world), fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= world - 1.0
+        return max(nbytes * load / seen.capacities[link] for link, load in loads.items())
 
     def matmul(self, m: int, n: int, k: int) -> OpTime:
         time = self.costs.matmul(m, n, k)
         return OpTime(time, time, time, time, 0.0)
 
+    @_kept(world_at=0)
     def all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         """Gather x [m / world, k], then multiply with w [n, k]: ``m`` rows of all ranks, ``n``
         local columns."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once(
-            ("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k), world
-        )
-
-    def _all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * k
         compute, comm = (
             self.costs.matmul(m, n, k),
@@ -207,16 +267,12 @@ class Operators:
         """The cluster that a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
 
+    @_kept(world_at=1)
     def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
         """x [m, k] @ w [n, k] (k local), then ``kind``: reduce_scatter, all_reduce or all_to_all
         over rows."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once(
-            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k), world
-        )
-
-    def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes, group = 2 * m * n, self._group(world)
         compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, group)
         factor = 2 if kind == "all_reduce" else 1
@@ -369,6 +425,7 @@ class Operators:
             schedule, way, self.costs, self._node(world), self.graph, itemsize, by_engine=engine
         ).seconds
 
+    @_kept()
     def embedding_all_to_all(
         self,
         group: Group,
@@ -387,21 +444,6 @@ class Operators:
         whose lookup is faster. Across nodes: its lookup in ``slices``, as a pipeline, and a copy of
         what arrives.
         """
-        key = ("emb", group, bags, pooling, row_bytes, skew, slices, itemsize)
-        return self._once(
-            key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices, itemsize)
-        )
-
-    def _embedding(
-        self,
-        group: Group,
-        bags: int,
-        pooling: float,
-        row_bytes: float,
-        skew: float,
-        slices: int,
-        itemsize: int,
-    ) -> OpTime:
         costs = self.costs
         lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
         nbytes = bags * row_bytes * skew
@@ -420,157 +462,72 @@ class Operators:
 
     def fused_embedding(self, world: int, bags: float, pooling: float, row_bytes: float) -> float:
         """Seconds of the fused kernel inside a node: rows are read while results go to peers."""
-        seen = view(self._node(world), self.c.push_fraction)
-        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
-        if seen.cluster.device.inside == "mesh":
-            loads["pair1"] /= world - 1.0
-        each = bags * row_bytes / world
-        sent = max(each * load / seen.capacities[link] for link, load in loads.items())
+        sent = self._sent_to_all(world, bags * row_bytes / world, self.c.push_fraction)
         return self.costs.pooled(bags, bags * pooling, row_bytes, sent)
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int) -> float:
         """Seconds of the sum over the experts of each token."""
         return self.costs.reduce_rows(tokens, top_k, hidden)
 
-    def grouped_combine(
-        self,
-        group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        hidden: int,
-        inter: int,
-        skew: float = 1.0,
-    ) -> OpTime:
+    @_kept()
+    def grouped_combine(self, group: Group, matmul: ExpertMatmul) -> OpTime:
         """The second matmul of an expert layer, the return of its rows to the ranks of the tokens,
         and the sum over experts.
 
-        Each rank has ``tokens``, each with ``top_k`` of all ``experts``; ``skew`` is the load of
-        the busiest rank relative to the average. Fused inside a node: the kernel, tile by tile.
-        Across nodes tokens cross once per node (``over_nodes.py``).
+        Fused inside a node: the kernel, tile by tile. Across nodes tokens cross once per node
+        (``over_nodes.py``).
         """
-        key = ("combine", group, tokens, top_k, experts, hidden, inter, skew)
-        return self._once(
-            key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew)
-        )
+        total = self.reduce_top_k(matmul.tokens, matmul.top_k, matmul.cols)
+        fused = self.fused_grouped_combine, over_nodes.grouped_combine
+        return self._of_experts(group, matmul, matmul.cols, *fused, total)
 
-    def _combine(
+    @_kept()
+    def dispatch_grouped(self, group: Group, matmul: ExpertMatmul) -> OpTime:
+        """The dispatch and first matmul of an expert layer."""
+        fused = self.fused_dispatch_grouped, over_nodes.dispatch_grouped
+        return self._of_experts(group, matmul, matmul.depth, *fused)
+
+    def _of_experts(
         self,
         group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        hidden: int,
-        inter: int,
-        skew: float,
+        matmul: ExpertMatmul,
+        width: int,
+        inside: Callable[[int, ExpertMatmul], float],
+        across: Callable[[Operators, Group, ExpertMatmul], float],
+        extra: float = 0.0,
     ) -> OpTime:
-        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
-        compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
-        total = self.reduce_top_k(tokens, top_k, hidden)
+        """A grouped matmul and an exchange of rows of ``width``. ``inside``, ``across``: the fused
+        operator inside a node, and over nodes. ``extra``: what follows the unfused exchange."""
+        experts = matmul.experts
+        rows, local = matmul.busiest_rows, max(experts // group.size, 1)
+        compute = self.costs.grouped_matmul(local, cdiv(rows, local), matmul.cols, matmul.depth)
         if group.size == 1:
-            alone = compute + total
+            alone = compute + extra
             return OpTime(alone, alone, alone, alone, 0.0)
-        nbytes = rows * hidden * 2.0
+        nbytes = rows * width * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
-            fused = self.fused_grouped_combine(
-                group.size, tokens, top_k, experts, hidden, inter, skew=skew
-            )
+            fused = inside(group.size, matmul)
         elif _even_nodes(group, experts):
-            fused = over_nodes.grouped_combine(
-                self, group, tokens, top_k, experts, hidden, inter, skew
-            )
+            fused = across(self, group, matmul)
         else:
             fused = math.inf
-        return self._join(
-            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total
-        )
+        received = nbytes * (group.size - 1) / group.size
+        return self._join(compute, comm, fused, received, group, "all_to_all", extra)
 
-    def fused_grouped_combine(
-        self,
-        world: int,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        hidden: int,
-        inter: int,
-        itemsize: int = 2,
-        skew: float = 1.0,
-    ) -> float:
+    def fused_grouped_combine(self, world: int, matmul: ExpertMatmul, itemsize: int = 2) -> float:
         """Seconds of the fused second matmul and combine inside a node, as tileweave plans it."""
-        problem = GroupedProblem(
-            world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16"
-        )
+        problem = matmul.problem(world, itemsize)
         config = plan_combine(problem, machine_of(self.cluster), False).config
         assert config is not None, "a plan for CUDA"
-        return matmul_combine(problem, config, self.costs, self._node(world), self.graph, skew)
+        simulated = self.costs, self._node(world), self.graph, matmul.skew
+        return matmul_combine(problem, config, *simulated)
 
-    def fused_dispatch_grouped(
-        self,
-        world: int,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        cols: int,
-        depth: int,
-        itemsize: int = 2,
-        skew: float = 1.0,
-    ) -> float:
-        """Seconds of the fused dispatch and first matmul (``cols`` of each expert) inside a
-        node."""
-        problem = GroupedProblem(
-            world, tokens, top_k, experts // world, cols, depth, itemsize, "bfloat16"
-        )
-        return dispatch_matmul(
-            problem, dispatch_config(problem), self.costs, self._node(world), self.graph, skew
-        )
-
-    def dispatch_grouped(
-        self,
-        group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        cols: int,
-        depth: int,
-        skew: float = 1.0,
-    ) -> OpTime:
-        """The dispatch and first matmul of an expert layer, with ``cols`` columns; arguments as in
-        :meth:`grouped_combine`."""
-        key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew)
-        return self._once(
-            key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew)
-        )
-
-    def _dispatch(
-        self,
-        group: Group,
-        tokens: int,
-        top_k: int,
-        experts: int,
-        cols: int,
-        depth: int,
-        skew: float,
-    ) -> OpTime:
-        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
-        compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
-        if group.size == 1:
-            return OpTime(compute, compute, compute, compute, 0.0)
-        nbytes = rows * depth * 2.0
-        comm = self.collective("all_to_all", nbytes, group)
-        if _one_node(group, experts):
-            fused = self.fused_dispatch_grouped(
-                group.size, tokens, top_k, experts, cols, depth, skew=skew
-            )
-        elif _even_nodes(group, experts):
-            fused = over_nodes.dispatch_grouped(
-                self, group, tokens, top_k, experts, cols, depth, skew
-            )
-        else:
-            fused = math.inf
-        return self._join(
-            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all"
-        )
+    def fused_dispatch_grouped(self, world: int, matmul: ExpertMatmul, itemsize: int = 2) -> float:
+        """Seconds of the fused dispatch and first matmul inside a node."""
+        problem = matmul.problem(world, itemsize)
+        simulated = self.costs, self._node(world), self.graph, matmul.skew
+        return dispatch_matmul(problem, dispatch_config(problem), *simulated)
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
         """Computation in slices, each sent while the next is computed; across nodes only."""
@@ -596,13 +553,13 @@ def _even_nodes(group: Group, experts: int) -> bool:
     return group.inside in FUSED_WORLD_SIZES and group.across > 1 and experts % group.size == 0
 
 
-def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
+def gather_config(world: int, m: int, n: int, k: int, entries: Table | None) -> MatmulConfig:
     """The config that tileweave plans for an all-gather + matmul, or the one by ``entries``."""
     return _nearest("all_gather_matmul", world, max(m // world, 1), n, k, entries)
 
 
 def matmul_exchange_config(
-    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None
 ) -> MatmulConfig:
     """Likewise for x [m, k] @ w [n, k].T with an exchange after it."""
     rows, cols = exchange.part(m, n, world)
@@ -610,7 +567,7 @@ def matmul_exchange_config(
 
 
 def exchange_matmul_config(
-    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None
 ) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
     rows, depth = exchange.part(m, k, world)

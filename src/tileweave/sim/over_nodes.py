@@ -19,7 +19,7 @@ from tileweave.planning.schedules.chunks import GROWING, SHRINKING, chunks_by_we
 from tileweave.sim.collectives import Group
 
 if TYPE_CHECKING:
-    from tileweave.sim.operators import Operators
+    from tileweave.sim.operators import ExpertMatmul, Operators
 
 
 def all_gather_matmul(
@@ -58,41 +58,17 @@ def matmul_reduce_scatter(
     return max(done, sent) + ops.c.gap + ops.costs.reduce_rows(rows, group.across, n)
 
 
-def dispatch_grouped(
-    ops: Operators,
-    group: Group,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    cols: int,
-    depth: int,
-    skew: float,
-) -> float:
-    """Tokens [tokens, depth] cross once per node; then the operator of a node, whose ranks have the
-    tokens of their rails, with ``top_k / nodes`` experts each on average."""
-    near, nodes = group.inside, group.across
-    inside = ops.fused_dispatch_grouped(
-        near, tokens * nodes, max(top_k // nodes, 1), experts // nodes, cols, depth, skew=skew
-    )
-    return _rail(ops, group, 2.0 * tokens * depth) + ops.c.gap + inside
+def dispatch_grouped(ops: Operators, group: Group, matmul: ExpertMatmul) -> float:
+    """Tokens [tokens, depth] cross once per node; then the operator of a node."""
+    inside = ops.fused_dispatch_grouped(group.inside, matmul.of_a_node(group.across))
+    return _rail(ops, group, 2.0 * matmul.tokens * matmul.depth) + ops.c.gap + inside
 
 
-def grouped_combine(
-    ops: Operators,
-    group: Group,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    inter: int,
-    skew: float,
-) -> float:
+def grouped_combine(ops: Operators, group: Group, matmul: ExpertMatmul) -> float:
     """The operator of a node, then a sum of each token from each node, and their sum."""
-    near, nodes = group.inside, group.across
-    inside = ops.fused_grouped_combine(
-        near, tokens * nodes, max(top_k // nodes, 1), experts // nodes, hidden, inter, skew=skew
-    )
-    total = ops.costs.reduce_rows(tokens, nodes, hidden)
+    inside = ops.fused_grouped_combine(group.inside, matmul.of_a_node(group.across))
+    tokens, hidden = matmul.tokens, matmul.cols
+    total = ops.costs.reduce_rows(tokens, group.across, hidden)
     return inside + _rail(ops, group, 2.0 * tokens * hidden) + 2.0 * ops.c.gap + total
 
 

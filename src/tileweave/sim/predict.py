@@ -14,6 +14,7 @@ from tileweave.sim.machine import Cluster, make_cluster
 from tileweave.sim.modelled import is_matmul
 from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
+    ExpertMatmul,
     Operators,
     Table,
     exchange_matmul_config,
@@ -183,6 +184,7 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
 def _combine(ops: Operators, cell: Cell) -> float | None:
     tokens, hidden, inter, experts, top_k = cell.shape
     world, rows = cell.world_size, cell.shape[0] * top_k
+    matmul = ExpertMatmul(tokens, top_k, experts, hidden, inter)
     if cell.quantity == "compute":
         local = experts // world
         return ops.costs.grouped_matmul(local, rows // local, hidden, inter)
@@ -191,12 +193,8 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "prototype":
         return None
     if cell.quantity == "fused":
-        return ops.fused_grouped_combine(
-            world, tokens, top_k, experts, hidden, inter, cell.itemsize
-        )
-    return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(
-        cell.quantity
-    )
+        return ops.fused_grouped_combine(world, matmul, cell.itemsize)
+    return ops.grouped_combine(Group(world), matmul).of(cell.quantity)
 
 
 @_predicts("dispatch_grouped_matmul")
@@ -205,9 +203,8 @@ def _dispatch(ops: Operators, cell: Cell) -> float | None:
     tokens, hidden, inter, experts, top_k = cell.shape
     if cell.quantity != "fused":
         return None
-    return ops.fused_dispatch_grouped(
-        cell.world_size, tokens, top_k, experts, 2 * inter, hidden, cell.itemsize
-    )
+    matmul = ExpertMatmul(tokens, top_k, experts, 2 * inter, hidden)
+    return ops.fused_dispatch_grouped(cell.world_size, matmul, cell.itemsize)
 
 
 @_predicts(*KINDS)

@@ -164,7 +164,7 @@ def dispatch_matmul(
     costs: Costs,
     cluster: Cluster,
     graph: bool,
-    skew: float = 1.0,
+    skew: float,
 ) -> float:
     """Seconds of dispatch_grouped_matmul on the busiest rank, with a routing plan that exists."""
     return _Dispatch(p, config, costs, cluster, skew).seconds(graph)
@@ -209,7 +209,7 @@ def matmul_combine(
     costs: Costs,
     cluster: Cluster,
     graph: bool,
-    skew: float = 1.0,
+    skew: float,
 ) -> float:
     """Seconds of grouped_matmul_combine on the busiest rank."""
     return _Combine(p, config, costs, cluster, skew).seconds(graph)

@@ -147,7 +147,7 @@ def simulate_all(
 
 
 def operators_for(
-    scenario: Scenario, calibration: Calibration | None = None, kernels: bool = True
+    scenario: Scenario, calibration: Calibration | None, kernels: bool = True
 ) -> Operators:
     """The operators of a scenario. Other scenarios of its kind on its cluster can share them, and
     what they have simulated already. ``kernels`` False: for unfused steps alone, of training and

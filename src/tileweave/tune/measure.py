@@ -6,7 +6,7 @@ host does not. The unfused path is always one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from tileweave.bench.run import forget_case
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
-from tileweave.planning.candidates import candidates
 from tileweave.planning.choices import forced
 from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -37,33 +36,23 @@ def measure_case(
     member: Member,
     case: Case,
     seed: int,
-    *,
-    only: Iterable[MatmulConfig] | None = None,
-    repeats: int = 5,
-    progress: Callable[[str], object] | None = None,
+    tried: Sequence[MatmulConfig],
+    repeats: int,
+    progress: Callable[[str], object],
 ) -> tuple[Measurement, dict[MatmulConfig | None, float]]:
-    """Time every candidate of ``case``. Collective; all ranks get the same result: the measurement,
-    and the candidates whose result is not right, with their errors; they have no time.
-
-    Parameters
-    ----------
-    only : candidates to time, besides the unfused path. None: all that can run.
-
-    repeats : timed repeats of each.
+    """Time the unfused path and the configs ``tried`` for ``case``, ``repeats`` times each.
+    Collective; all ranks get the same result: the measurement, and the candidates whose result is
+    not right, with their errors; they have no time.
     """
-    from tileweave.ops.core.registry import machine_of
-
     made = samples_of(case.op).rival(case, member, (OURS,), seed)
     ours, device = made.functions[OURS], member.device
     problem = problem_of(case, member.world_size)
-    found = candidates(case.op, problem, machine_of(device)) if only is None else only
-    configs: list[MatmulConfig | None] = [None, *found]
+    configs: list[MatmulConfig | None] = [None, *tried]
     wrong: dict[MatmulConfig | None, float] = {}
     functions: dict[str, Callable[[], object]] = {}
     by_name: dict[str, MatmulConfig | None] = {}
     for number, config in enumerate(configs):
-        if progress:
-            progress(f"checks candidate {number + 1} of {len(configs)}")
+        progress(f"checks candidate {number + 1} of {len(configs)}")
         with forced(case.op, config):
             error = max(worst(e, device, member.group) for e in made.errors())
         if error > TOLERANCE[made.dtype]:

@@ -60,7 +60,7 @@ class Row:
     @property
     def gain(self) -> float:
         """How much faster than before; NaN if that was not timed."""
-        return self.us_before / self.us if self.us > 0 else math.nan
+        return self.us_before / self.us
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,7 @@ def tune_case(
     before = _plan(case.op, problem, member)
     known = (*candidates(case.op, problem, machine_of(device)), before.config)
     configs = tuple(dict.fromkeys(config for config in known if config is not None))
-    found, wrong = measure_case(
-        member, case, seed, only=configs, repeats=repeats, progress=progress
-    )
+    found, wrong = measure_case(member, case, seed, configs, repeats, progress)
     measured = _as_on_rank_0(member, found)
     tuned_choices.add(device, member.world_size, [measured])
     fastest, us = measured.fastest(), measured.us

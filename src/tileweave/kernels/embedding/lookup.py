@@ -33,8 +33,6 @@ import triton.language as tl
 
 from tileweave.planning.sharding import EmbeddingConfig
 
-META = 4  # words of a table in `meta`
-
 
 class Bags(NamedTuple):
     """The bags of all tables, as the module's docstring has them; ``weights``: one per index."""

@@ -69,7 +69,10 @@ class Operator:
             if call is not None:
                 return call(*args, **results)
             if _has_transform():  # the implementation gets tensors without their tangents
-                refuse_tangents(self.name, _with_elements((*args, *results.values())))
+                values = _with_elements((*args, *results.values()))
+                refuse_tangents(self.name, values)
+                if self._recorded is not None:
+                    refuse_transformed(self.name, values)
         return getattr(getattr(torch.ops.tileweave, self.name), self.overload)(*args, **results)
 
     def _around_torch(self, values: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -113,6 +116,19 @@ def refuse_tangents(name: str, values: Iterable[Any]) -> None:
         raise UnsupportedError(
             f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, "
             "torch.autograd.grad); remedy: call on tensors without tangents"
+        )
+
+
+def refuse_transformed(name: str, values: Iterable[Any]) -> None:
+    """Raise :class:`UnsupportedError` where a transform of ``torch.func`` would differentiate one
+    of the values: the gradients of operators are not made for that."""
+    if _has_transform() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    ):
+        raise UnsupportedError(
+            f"asked: the gradient of {name} in a transform of torch.func (grad, vjp, jacrev, "
+            "vmap); allowed: backward and torch.autograd.grad, and vmap of tensors without "
+            "gradients; remedy: one of them, or requires_grad_(False) for parameters under vmap"
         )
 
 

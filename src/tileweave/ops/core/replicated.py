@@ -22,6 +22,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.argument_types import checks_types
+from tileweave.ops.core.operator import operator, refuse_transformed
 from tileweave.ops.core.registry import (
     Group,
     define,
@@ -69,18 +70,20 @@ def copy_to_group(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     name = name_of(group)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
+    if not torch.compiler.is_compiling():
+        refuse_transformed("copy_to_group", [x])
     return _Copy.apply(x, name)
 
 
 def own_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """This rank's part of x, which all ranks have, along ``dim``; its size is a multiple of R."""
-    return torch.ops.tileweave.own_part(x, dim % x.dim(), group_name)
+    return operator("own_part")(x, dim % x.dim(), group_name)
 
 
 def gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """The parts of all ranks, concatenated along ``dim``; what follows is the same on every
     rank."""
-    return torch.ops.tileweave.gather_parts(x, dim % x.dim(), group_name)
+    return operator("gather_parts")(x, dim % x.dim(), group_name)
 
 
 class _Copy(torch.autograd.Function):

@@ -96,15 +96,35 @@ def _multiply(
 
 
 class Dispatch(NamedTuple):
-    """A dispatch as the torch operator gets it."""
+    """The arguments of the torch operator of a dispatch."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
     experts: torch.Tensor
     w_scale: torch.Tensor
+    table: torch.Tensor
+    max_tokens: int
+    topk: int
+    group_name: str
     out_dtype: str
     quantize: str
-    out: torch.Tensor | None
+    out: torch.Tensor | None = None
+
+    @property
+    def plan(self) -> RoutingPlan:
+        """The plan of which ``table`` holds the numbers."""
+        return routing_plan(
+            self.table,
+            self.experts,
+            self.x.shape[0],
+            self.max_tokens,
+            self.topk,
+            self.group_name,
+        )
+
+    def new_result(self, plan: RoutingPlan) -> torch.Tensor:
+        """Memory for the result, with its shape and dtype."""
+        return self.x.new_empty(plan.bound, self.experts.shape[1], dtype=OUT_DTYPES[self.out_dtype])
 
     def check(self, plan: RoutingPlan) -> None:
         """Raise :class:`InputError` for what does not fit, before anything is sent."""
@@ -134,49 +154,33 @@ class Dispatch(NamedTuple):
             )
 
 
-def dispatch(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    experts: torch.Tensor,
-    w_scale: torch.Tensor,
-    table: torch.Tensor,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    out_dtype: str,
-    quantize: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Dispatch(x, x_scale, experts, w_scale, out_dtype, quantize, out)
-    plan = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
-    refuse_gradients(x, x_scale, experts, w_scale, out)
+def dispatch(call: Dispatch) -> torch.Tensor:
+    x, experts, plan = call.x, call.experts, call.plan
+    refuse_gradients(x, call.x_scale, experts, call.w_scale, call.out)
     if debugging():
         signature = {
             "experts": list(experts.shape),
             "dtype": str(experts.dtype),
-            "out_dtype": out_dtype,
-            "max_tokens": max_tokens,
-            "topk": topk,
+            "out_dtype": call.out_dtype,
+            "max_tokens": call.max_tokens,
+            "topk": call.topk,
         }
-        check_together(DISPATCH, group_name, signature, partial(call.check, plan))
+        check_together(DISPATCH, call.group_name, signature, partial(call.check, plan))
     else:
         call.check(plan)
-    ranks = topology_of(group_of(group_name), x.device)
-    chosen = plan_grouped(plan_dispatch, plan, experts, ranks)
-    y = out
-    if y is None:
-        y = x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
-    tokens, weights = packed(x, x_scale), ScaledExperts(experts, w_scale)
+    group = group_of(call.group_name)
+    chosen = plan_grouped(plan_dispatch, plan, experts, topology_of(group, x.device))
+    y = call.new_result(plan) if call.out is None else call.out
+    tokens = packed(x, call.x_scale)
     if chosen.config is not None:
         dispatch_grouped_matmul_fused.run_fused(
-            tokens, experts, plan, y, group_name, chosen.config, w_scale=w_scale
+            tokens, experts, plan, y, call.group_name, chosen.config, w_scale=call.w_scale
         )
         return y
     log_fallback(DISPATCH, chosen)
-    kept = receive(tokens, plan, group_of(group_name))
+    kept = receive(tokens, plan, group)
     rows = unpacked(_rows(tokens, kept, plan), x.shape[1])
-    return _multiply(rows, weights, plan, y)
+    return _multiply(rows, ScaledExperts(experts, call.w_scale), plan, y)
 
 
 def _rows(tokens: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -189,39 +193,41 @@ def _rows(tokens: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.
     return gather_rows(*words, plan.fields, *plan.sizes).view(torch.uint8)
 
 
-def _fake_dispatch(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    experts: torch.Tensor,
-    w_scale: torch.Tensor,
-    table: torch.Tensor,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    out_dtype: str,
-    quantize: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Dispatch(x, x_scale, experts, w_scale, out_dtype, quantize, out)
-    plan = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
+def _fake_dispatch(call: Dispatch) -> torch.Tensor:
+    plan = call.plan
     check_traced(lambda: call.check(plan))
-    return x.new_empty(plan.bound, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+    return call.new_result(plan)
 
 
 # --- grouped_matmul_combine ---
 
 
 class Combine(NamedTuple):
-    """A combine as the torch operator gets it."""
+    """The arguments of the torch operator of a combine."""
 
     y: torch.Tensor
     y_scale: torch.Tensor
     experts: torch.Tensor
     w_scale: torch.Tensor
+    table: torch.Tensor
     weights: torch.Tensor | None
+    tokens: int
+    max_tokens: int
+    topk: int
+    group_name: str
     out_dtype: str
-    out: torch.Tensor | None
+    out: torch.Tensor | None = None
+
+    @property
+    def plan(self) -> RoutingPlan:
+        """The plan of which ``table`` holds the numbers."""
+        return routing_plan(
+            self.table, self.experts, self.tokens, self.max_tokens, self.topk, self.group_name
+        )
+
+    def new_rows(self, count: int) -> torch.Tensor:
+        """Memory for ``count`` rows of the result's size and dtype."""
+        return self.y.new_empty(count, self.experts.shape[1], dtype=OUT_DTYPES[self.out_dtype])
 
     def check(self, plan: RoutingPlan) -> None:
         """Raise :class:`InputError` for what does not fit, before anything is sent."""
@@ -254,71 +260,39 @@ class Combine(NamedTuple):
             )
 
 
-def combine(
-    y: torch.Tensor,
-    y_scale: torch.Tensor,
-    experts: torch.Tensor,
-    w_scale: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
-    tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    out_dtype: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Combine(y, y_scale, experts, w_scale, weights, out_dtype, out)
-    plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
-    refuse_gradients(y, y_scale, experts, w_scale, weights, out)
+def combine(call: Combine) -> torch.Tensor:
+    y, experts, weights, plan = call.y, call.experts, call.weights, call.plan
+    refuse_gradients(y, call.y_scale, experts, call.w_scale, weights, call.out)
     if debugging():
         common = {
-            "sizes": [*experts.shape, max_tokens, topk],
-            "dtype": f"{y.dtype} to {out_dtype}",
+            "sizes": [*experts.shape, call.max_tokens, call.topk],
+            "dtype": f"{y.dtype} to {call.out_dtype}",
             "weighted": weights is not None,
         }
-        check_together(COMBINE, group_name, common, partial(call.check, plan))
+        check_together(COMBINE, call.group_name, common, partial(call.check, plan))
     else:
         call.check(plan)
-    group = group_of(group_name)
+    group = group_of(call.group_name)
     chosen = plan_grouped(plan_combine, plan, experts, topology_of(group, y.device))
     if chosen.config is not None:
-        z = (
-            y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
-            if out is None
-            else out
-        )
+        z = call.new_rows(call.tokens) if call.out is None else call.out
+        scales = call.y_scale, call.w_scale
         grouped_matmul_combine_fused.run_fused(
-            y, experts, plan, weights, z, group_name, chosen.config, (y_scale, w_scale)
+            y, experts, plan, weights, z, call.group_name, chosen.config, scales
         )
         return z
     log_fallback(COMBINE, chosen)
-    products = y.new_empty(y.shape[0], experts.shape[1], dtype=OUT_DTYPES[out_dtype])
-    _multiply(ScaledRows(y, y_scale), ScaledExperts(experts, w_scale), plan, products)
+    products = call.new_rows(y.shape[0])
+    rows = ScaledRows(y, call.y_scale)
+    _multiply(rows, ScaledExperts(experts, call.w_scale), plan, products)
     z = reference.combine_products(products, plan, weights, group)
-    return z if out is None else out.copy_(z)
+    return z if call.out is None else call.out.copy_(z)
 
 
-def _fake_combine(
-    y: torch.Tensor,
-    y_scale: torch.Tensor,
-    experts: torch.Tensor,
-    w_scale: torch.Tensor,
-    table: torch.Tensor,
-    weights: torch.Tensor | None,
-    tokens: int,
-    max_tokens: int,
-    topk: int,
-    group_name: str,
-    out_dtype: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Combine(y, y_scale, experts, w_scale, weights, out_dtype, out)
-    plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
+def _fake_combine(call: Combine) -> torch.Tensor:
+    plan = call.plan
     check_traced(lambda: call.check(plan))
-    return y.new_empty(tokens, experts.shape[1], dtype=OUT_DTYPES[out_dtype])
+    return call.new_rows(call.tokens)
 
 
 # --- Calls, and registration ---
@@ -332,9 +306,15 @@ def call(op: str, args: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tens
     return out
 
 
-def _define(name: str, arguments: str, forward: Any, fake: Any) -> None:
-    define(f"{name}({arguments}) -> Tensor", forward, fake)
-    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", forward, fake)
+def _define(name: str, arguments: str, struct: Any, forward: Any, fake: Any) -> None:
+    """Define an operator of ``arguments``; ``forward`` and ``fake`` take them as ``struct``."""
+
+    def taking(function: Any) -> Any:
+        return lambda *args, out=None: function(struct(*args, out=out))
+
+    run, trace = taking(forward), taking(fake)
+    define(f"{name}({arguments}) -> Tensor", run, trace)
+    define(f"{name}.out({arguments}, *, Tensor(a!) out) -> ()", run, trace)
 
 
 def define_dispatch() -> None:
@@ -343,6 +323,7 @@ def define_dispatch() -> None:
         NAMES[DISPATCH],
         "Tensor x, Tensor? x_scale, Tensor experts, Tensor w_scale, Tensor table,"
         " SymInt max_tokens, int topk, str group_name, str out_dtype, str quantize",
+        Dispatch,
         dispatch,
         _fake_dispatch,
     )
@@ -354,6 +335,7 @@ def define_combine() -> None:
         NAMES[COMBINE],
         "Tensor y, Tensor y_scale, Tensor experts, Tensor w_scale, Tensor table, Tensor? weights,"
         " SymInt tokens, SymInt max_tokens, int topk, str group_name, str out_dtype",
+        Combine,
         combine,
         _fake_combine,
     )

@@ -112,7 +112,7 @@ def too_large(x: torch.Tensor) -> bool:
     return x.numel() > MOST_ELEMENTS
 
 
-def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gathering:
+def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     """Begin to send x [m, K] to all ranks.
 
     One gather at a time; each must be waited for, or ended.
@@ -125,16 +125,13 @@ def begin_gather(x: torch.Tensor, group_name: str, checksum: int = 0) -> Gatheri
     group_name : str
         The name of the group.
 
-    checksum : int
-        Checksum of what ranks must agree on. 0: of the shape and dtype of x.
-
     Raises
     ------
     CaptureError
         CUDA-graph capture without an earlier call of that size.
     """
     made = gather_of(workspace_of(group_name, x.device), (x,))
-    return begin(*made, (x,), checksum)
+    return begin(*made, (x,))
 
 
 def gather_of(workspace: Workspace, x: Tensors) -> tuple[Instance, GatherCall]:
@@ -147,7 +144,11 @@ def gather_of(workspace: Workspace, x: Tensors) -> tuple[Instance, GatherCall]:
 
 
 def begin(instance: Instance, call: GatherCall, x: Tensors, checksum: int = 0) -> Gathering:
-    """As :func:`begin_gather`, with what :func:`gather_of` returned. x: the parts of the shard."""
+    """As :func:`begin_gather`, with what :func:`gather_of` returned.
+
+    x : the parts of the shard.
+    checksum : of what ranks must agree on; 0: of the shape and dtype of x.
+    """
     capturing = instance.begin(checksum or call.checksum)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)

@@ -43,7 +43,7 @@ class ExchangeLaunch:
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
         exchanged: torch.Tensor | None,
-        checksum: int = 0,
+        checksum: int,
     ) -> torch.Tensor:
         """Return exchanged(x) @ w.T + bias, in ``out`` if given; store exchanged(x) in
         ``exchanged`` if given."""
@@ -64,7 +64,7 @@ class ExchangeLaunch:
         w: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor,
-        checksum: int = 0,
+        checksum: int,
     ) -> None:
         """out = x @ w.T + bias, exchanged."""
         product = linear(x, w, bias)

@@ -57,6 +57,7 @@ from tileweave.ops.matmul.quantize import quantize_rows
 from tileweave.ops.matmul.scaled import (
     FP8,
     OUT_DTYPES,
+    Call,
     Scaled,
     ScaledProduct,
     aligned,
@@ -66,7 +67,6 @@ from tileweave.ops.matmul.scaled import (
     kinds_of,
     refuse_gradients,
 )
-from tileweave.ops.matmul.scaled_calls import Call
 from tileweave.planning.candidates import FP8_ARCH
 from tileweave.planning.matmul import (
     plan_all_gather_matmul,
@@ -216,20 +216,6 @@ def _scales(call: Call) -> str:
     return scales_of(of_x, of_w, call.fast_accum)
 
 
-def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
-    check_scaled(
-        call.x,
-        call.x_scale,
-        call.w,
-        call.w_scale,
-        bias,
-        call.out_dtype,
-        call.fast_accum,
-        call.quantize,
-        *others,
-    )
-
-
 def check_rows(rows: int, size: int) -> None:
     require(
         rows % size == 0,
@@ -239,16 +225,23 @@ def check_rows(rows: int, size: int) -> None:
     )
 
 
-# --- all_gather_matmul ---
+# --- all_gather_matmul and matmul_reduce_scatter ---
 
 
-def _check_gather(call: Call, bias: torch.Tensor | None, size: int) -> None:
-    _check(call, bias, call.out)
-    shape = (size * call.x.shape[0], call.w.shape[0])
+def _rows_of_result(op: str, rows: int, size: int) -> int:
+    return size * rows if op == AG else rows // size
+
+
+def _check_rows_and_out(op: str, call: Call, bias: torch.Tensor | None, size: int) -> None:
+    check_scaled(call, bias, call.out)
+    if op == RS:
+        check_rows(call.x.shape[0], size)
+    shape = (_rows_of_result(op, call.x.shape[0], size), call.w.shape[0])
     check_shape("out", call.out, shape, "allocate out with that shape")
 
 
-def gather(
+def _forward(
+    op: str,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
@@ -262,10 +255,14 @@ def gather(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    made = _prepare(
-        AG, call, bias, (), (out,), group_name, lambda size: _check_gather(call, bias, size)
-    )
-    return run_gather(made, group_name, out)
+
+    def check(size: int) -> None:
+        _check_rows_and_out(op, call, bias, size)
+
+    made = _prepare(op, call, bias, (), (out,), group_name, check)
+    if op == AG:
+        return run_gather(made, group_name, out)
+    return run_scatter(made, bias, group_name, out)
 
 
 def run_gather(made: Planned, group_name: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -275,36 +272,6 @@ def run_gather(made: Planned, group_name: str, out: torch.Tensor | None = None) 
         log_fallback(AG, chosen)
         return reference.all_gather_scaled_matmul(parts, product, group_of(group_name), out)
     return all_gather_matmul_fused.run_scaled(parts, product, out, group_name, chosen)
-
-
-# --- matmul_reduce_scatter ---
-
-
-def _check_scatter(call: Call, bias: torch.Tensor | None, size: int) -> None:
-    _check(call, bias, call.out)
-    check_rows(call.x.shape[0], size)
-    shape = (call.x.shape[0] // size, call.w.shape[0])
-    check_shape("out", call.out, shape, "allocate out with that shape")
-
-
-def scatter(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    out_dtype: str,
-    fast_accum: bool,
-    quantize: str,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    made = _prepare(
-        RS, call, bias, (), (out,), group_name, lambda size: _check_scatter(call, bias, size)
-    )
-    return run_scatter(made, bias, group_name, out)
 
 
 def run_scatter(
@@ -340,10 +307,9 @@ def _fake(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
-    size, rows = dist.get_world_size(group_of(group_name)), x.shape[0]
-    check = _check_gather if op == AG else _check_scatter
-    check_traced(lambda: check(call, bias, size))
-    rows = size * rows if op == AG else rows // size
+    size = dist.get_world_size(group_of(group_name))
+    check_traced(lambda: _check_rows_and_out(op, call, bias, size))
+    rows = _rows_of_result(op, x.shape[0], size)
     return x.new_empty(rows, w.shape[0], dtype=OUT_DTYPES[out_dtype])
 
 
@@ -361,7 +327,7 @@ def _check_reduce(
     if call.w_scale is None:
         check_operands(call.x, call.w, bias, residual, norm_weight)
     else:
-        _check(call, bias, residual, norm_weight, call.out, residual_out)
+        check_scaled(call, bias, residual, norm_weight, call.out, residual_out)
     require(
         quantize_out in ("", "row", "block"),
         f"quantize_out={quantize_out!r}",
@@ -559,7 +525,7 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
     args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
     of_fp8 = call.w.dtype == FP8 or call.x_scale is not None or call.quantize or call.fast_accum
     if call.w_scale is None and (op != AR or of_fp8):
-        _check(call, None)  # what the schema has no place for
+        check_scaled(call, None)  # what the schema has no place for
     if call.out is None:
         return operator(name)(*args)
     return operator(f"{name}.out")(*args, out=call.out, **results)
@@ -567,13 +533,10 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
 
 def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
     """The plan of a call. ``bias``: also what else is added to the result is checked by calls."""
-    size = rank_and_size(name_of(group))[1]
-    if op == AG:
-        _check_gather(call, bias, size)
-    elif op == RS:
-        _check_scatter(call, bias, size)
+    if op == AR:
+        check_scaled(call, bias)
     else:
-        _check(call, bias)
+        _check_rows_and_out(op, call, bias, rank_and_size(name_of(group))[1])
     ranks = known_topology_of(name_of(group))
     return plan(op, call.x, call.w.shape[0], ranks, _scales(call), call.w.dtype)
 
@@ -590,12 +553,12 @@ def _define(op: str, more: str, results: str, outs: str, forward: Any, fake: Any
 
 def define_gather() -> None:
     """Define ``all_gather_scaled_matmul``."""
-    _define(AG, "", "Tensor", "Tensor(a!) out", gather, partial(_fake, AG))
+    _define(AG, "", "Tensor", "Tensor(a!) out", partial(_forward, AG), partial(_fake, AG))
 
 
 def define_scatter() -> None:
     """Define ``scaled_matmul_reduce_scatter``."""
-    _define(RS, "", "Tensor", "Tensor(a!) out", scatter, partial(_fake, RS))
+    _define(RS, "", "Tensor", "Tensor(a!) out", partial(_forward, RS), partial(_fake, RS))
 
 
 def define_reduce() -> None:
