@@ -350,21 +350,25 @@ def check_tile(config: MatmulConfig, product: ScaledProduct, quarters: bool) -> 
     )
 
 
-def check_scaled(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: str,
-    fast_accum: bool,
-    quantize: str,
-    *others: torch.Tensor | None,
-) -> None:
+class Call(NamedTuple):
+    """A public call as the torch operators take it."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    w: torch.Tensor
+    w_scale: torch.Tensor | None
+    out: torch.Tensor | None
+    out_dtype: str
+    fast_accum: bool
+    quantize: str
+
+
+def check_scaled(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
     """Raise :class:`InputError` for operands that do not fit, before anything is sent.
 
     ``others`` must have the dtype of the result and the device of x.
     """
+    x, x_scale, w, w_scale, _, out_dtype, fast_accum, quantize = call
 
     def dtypes() -> str:
         return f"x {x.dtype}, w {w.dtype}, quantize={quantize or None!r}"

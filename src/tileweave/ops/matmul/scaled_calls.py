@@ -9,7 +9,7 @@ import torch
 from tileweave.errors import require
 from tileweave.ops.core.registry import contiguous
 from tileweave.ops.matmul.inputs import as_rows, out_as_rows
-from tileweave.ops.matmul.scaled import FP8, RECIPES
+from tileweave.ops.matmul.scaled import FP8, RECIPES, Call
 
 
 class Scaling(NamedTuple):
@@ -31,19 +31,6 @@ class Scaling(NamedTuple):
         """Whether x and w are quantised in the call, with gradients; see
         ``scaled_training.py``."""
         return self.quantize in RECIPES
-
-
-class Call(NamedTuple):
-    """A public call as the torch operators take it."""
-
-    x: torch.Tensor
-    x_scale: torch.Tensor | None
-    w: torch.Tensor
-    w_scale: torch.Tensor | None
-    out: torch.Tensor | None
-    out_dtype: str
-    fast_accum: bool
-    quantize: str
 
 
 def as_called(

@@ -57,6 +57,7 @@ from tileweave.ops.matmul.quantize import quantize_rows
 from tileweave.ops.matmul.scaled import (
     FP8,
     OUT_DTYPES,
+    Call,
     Scaled,
     ScaledProduct,
     aligned,
@@ -66,7 +67,6 @@ from tileweave.ops.matmul.scaled import (
     kinds_of,
     refuse_gradients,
 )
-from tileweave.ops.matmul.scaled_calls import Call
 from tileweave.planning.candidates import FP8_ARCH
 from tileweave.planning.matmul import (
     plan_all_gather_matmul,
@@ -216,20 +216,6 @@ def _scales(call: Call) -> str:
     return scales_of(of_x, of_w, call.fast_accum)
 
 
-def _check(call: Call, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
-    check_scaled(
-        call.x,
-        call.x_scale,
-        call.w,
-        call.w_scale,
-        bias,
-        call.out_dtype,
-        call.fast_accum,
-        call.quantize,
-        *others,
-    )
-
-
 def check_rows(rows: int, size: int) -> None:
     require(
         rows % size == 0,
@@ -247,7 +233,7 @@ def _rows_of_result(op: str, rows: int, size: int) -> int:
 
 
 def _check_rows_and_out(op: str, call: Call, bias: torch.Tensor | None, size: int) -> None:
-    _check(call, bias, call.out)
+    check_scaled(call, bias, call.out)
     if op == RS:
         check_rows(call.x.shape[0], size)
     shape = (_rows_of_result(op, call.x.shape[0], size), call.w.shape[0])
@@ -341,7 +327,7 @@ def _check_reduce(
     if call.w_scale is None:
         check_operands(call.x, call.w, bias, residual, norm_weight)
     else:
-        _check(call, bias, residual, norm_weight, call.out, residual_out)
+        check_scaled(call, bias, residual, norm_weight, call.out, residual_out)
     require(
         quantize_out in ("", "row", "block"),
         f"quantize_out={quantize_out!r}",
@@ -539,7 +525,7 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
     args = (call.x, call.x_scale, call.w, call.w_scale, *more, *options)
     of_fp8 = call.w.dtype == FP8 or call.x_scale is not None or call.quantize or call.fast_accum
     if call.w_scale is None and (op != AR or of_fp8):
-        _check(call, None)  # what the schema has no place for
+        check_scaled(call, None)  # what the schema has no place for
     if call.out is None:
         return operator(name)(*args)
     return operator(f"{name}.out")(*args, out=call.out, **results)
@@ -548,7 +534,7 @@ def _invoke(op: str, call: Call, more: tuple[Any, ...], **results: Any) -> Any:
 def explain(op: str, call: Call, bias: Any, group: Group | None) -> Plan:
     """The plan of a call. ``bias``: also what else is added to the result is checked by calls."""
     if op == AR:
-        _check(call, bias)
+        check_scaled(call, bias)
     else:
         _check_rows_and_out(op, call, bias, rank_and_size(name_of(group))[1])
     ranks = known_topology_of(name_of(group))
