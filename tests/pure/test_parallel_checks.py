@@ -124,6 +124,19 @@ def test_parameters_of_projections_are_joined() -> None:
     assert {*alone.state_dict()} == {"a.weight", "a.bias", "b.inner.weight", "b.inner.bias"}
 
 
+def test_a_layer_of_one_part_keeps_its_parameters() -> None:
+    """As of heads whose q, k and v are next to each other."""
+    weight = torch.ones(6, 4)
+    model = SplitLinear(nn.Linear(4, 6, bias=False), {"heads": 6})
+    model.load_state_dict({"weight": weight})
+    assert torch.equal(model.heads.weight, weight)
+    assert [*model.state_dict()] == ["weight"] and torch.equal(model.state_dict()["weight"], weight)
+    assert torch.equal(join_projections(model, {"heads.weight": weight})["weight"], weight)
+    state = {"heads.weight": {"step": torch.tensor(3.0), "exp_avg": weight}}
+    found = join_projections(model, {"state": state, "param_groups": []})["state"]["weight"]
+    assert found["step"] == 3 and torch.equal(found["exp_avg"], weight)
+
+
 def parts_of(module: SplitLinear, kind: str) -> list[tuple[str, torch.Tensor]]:
     return [(name, getattr(getattr(module, name), kind)) for name in module.names]
 
