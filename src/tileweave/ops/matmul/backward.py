@@ -82,12 +82,12 @@ class GatherBackward:
 
     def run(
         self, need_x: bool, need_w: Sequence[bool]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Return gx, the gradients of the weights, and ``grads`` made contiguous.
 
         gx = reduce_scatter(sum of grad_i @ w_i) is one product of concatenated gradients and
-        weights, so it is rounded once. gw_i = grad_i.T @ gather(x), with one gather for all. An
-        empty tensor stands for a gradient that is not needed.
+        weights, so it is rounded once. gw_i = grad_i.T @ gather(x), with one gather for all. None
+        for a gradient that is not needed.
         """
         grads = [None if grad is None else grad.contiguous() for grad in self.grads]
         need_w = [need and grad is not None for need, grad in zip(need_w, grads, strict=True)]
@@ -102,17 +102,12 @@ class GatherBackward:
             # over nodes a gather of x by NCCL is hidden by the matmul of the input gradient
             and not (gathers and known_topology_of(self.group_name).nodes > 1)
         )
-        empty = self.x.new_empty(0)
         if fused and grad is not None and w is not None:
             gx, gathered = self._scatter_fused(grad, w, gathers)
             gw = self._weight_gradients(grads, gathered, need_w)
         else:
             gx, gw = self._overlapped(grads, grad, w, need_x, need_w)
-        return (
-            empty if gx is None else gx,
-            [empty if of_weight is None else of_weight for of_weight in gw],
-            grads,
-        )
+        return gx, gw, grads
 
     def _joined(
         self, grads: Sequence[torch.Tensor | None]
