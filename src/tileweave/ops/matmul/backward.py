@@ -51,7 +51,7 @@ def gather_and_multiply(
     ):
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
-        y, gathered = operator("all_gather_matmul")(grad, w.t(), None, group_name, keep)
+        y, gathered = operator("all_gather_matmul").within(grad, w.t(), None, group_name, keep)
     return y, gathered if keep else None
 
 
@@ -244,7 +244,7 @@ def multiply_and_scatter(
 
     ``depth``: the largest n of any rank, where ranks differ; 0: all have the same.
     """
-    return operator("matmul_reduce_scatter")(grad, w.t(), None, group_name, depth, None)
+    return operator("matmul_reduce_scatter").within(grad, w.t(), None, group_name, depth, None)
 
 
 def exchange_and_multiply(
@@ -260,7 +260,7 @@ def exchange_and_multiply(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
     else:
-        y, exchanged = operator("all_to_all_matmul")(
+        y, exchanged = operator("all_to_all_matmul").within(
             grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
         )
     return y, exchanged if keep else None
@@ -277,6 +277,6 @@ def multiply_and_exchange(
         return reference.matmul_all_to_all(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
-    return operator("matmul_all_to_all")(
+    return operator("matmul_all_to_all").within(
         grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name
     )
