@@ -157,11 +157,11 @@ def test_columns_of_any_number_of_rows_are_multiplied() -> None:
 
 def test_a_weight_with_rows_between_multiples_of_16_is_refused() -> None:
     from tileweave.errors import InputError
-    from tileweave.ops.matmul.scaled import check_scaled
+    from tileweave.ops.matmul.scaled import Call, check_scaled
 
     x, w = torch.zeros(4, 32).to(FP8), torch.zeros(16, 40).to(FP8)[:, :32]
     with pytest.raises(InputError, match="multiple of 16 apart"):
-        check_scaled(x, torch.ones(1), w, torch.ones(1), None, "bfloat16", False, "")
+        check_scaled(Call(x, torch.ones(1), w, torch.ones(1), None, "bfloat16", False, ""), None)
 
 
 def test_what_quantize_returns_has_no_gradient() -> None:

@@ -62,7 +62,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         torch.ops.tileweave, "scale", SimpleNamespace(default=through_torch), raising=False
     )
-    found.define(implementation, implementation, backward, setup_context)
+    found.define(implementation, implementation, implementation, backward, setup_context)
     return found
 
 
@@ -174,7 +174,7 @@ def test_lists_go_around_torch_unless_gradients_are_recorded(scale: Any) -> None
 
 def test_operators_without_gradients_leave_those_to_torch(scale: Any) -> None:
     x, w = x_and_w()
-    scale.define(*[scale._implementation[False]] * 2, None, None)
+    scale.define(*[scale._implementation[False]] * 3, None, None)
     call(scale, x, w.requires_grad_())
     call(scale, x, w.detach())
     assert scale.called == [TORCH, DIRECT]

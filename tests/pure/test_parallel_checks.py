@@ -43,7 +43,7 @@ class MLP(nn.Module):
     ("mlp", "found"),
     [
         (MLP(6, 12), {"gate_proj": 6, "up_proj": 6}),
-        (MLP(6, 13), "an equal projection"),  # an odd number of features
+        (MLP(7, 15), "an equal projection"),  # an odd number of features
         (MLP(5, 12), "an equal projection"),  # halves that the next layer does not take
         (MLP(6, 12, mixes=True), "does not treat features one by one"),
     ],

@@ -37,15 +37,20 @@ class Operator:
         self.overload = overload or "default"
         self._implementation: dict[bool, Callable[..., Any]] = {}  # by whether tensors are on a GPU
         self._recorded: Callable[..., Any] | None = None
+        self.within: Callable[..., Any] = self  # see define
 
     def define(
         self,
+        within: Callable[..., Any],
         on_cpu: Callable[..., Any],
         on_gpu: Callable[..., Any],
         backward: Callable[..., Any] | None,
         setup_context: Callable[..., None] | None,
     ) -> None:
-        """Set what torch's dispatcher calls, and the gradient."""
+        """Set what torch's dispatcher calls, and the gradient. ``within``: what other operators
+        call inside theirs, which have plain tensors on the current device, a group that exists, and
+        no autocast; an error there is one of theirs."""
+        self.within = within
         self._implementation = implementation = {False: on_cpu, True: on_gpu}
         self._recorded = None
         if backward is None or setup_context is None:

@@ -71,7 +71,7 @@ def define(
     given = {key: _as_given(schema, key.lower(), implementation) for key in ("CPU", "CUDA")}
     for key, one in given.items():
         LIBRARY.impl(name, _with_all_results(one) if "-> (Tensor, " in schema else one, key)
-    operator(name).define(given["CPU"], given["CUDA"], backward, setup_context)
+    operator(name).define(implementation, given["CPU"], given["CUDA"], backward, setup_context)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(schema, fake), lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(

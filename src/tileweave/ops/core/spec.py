@@ -64,7 +64,7 @@ class BackwardOperator:
 
     run : callable
         ``run(*arguments, *needed)``, the implementation, returns one gradient per name in ``of``;
-        an empty tensor for one that is not needed.
+        None, or an empty tensor, for one that is not needed. Only torch gets an empty tensor.
 
     like : callable
         ``like(*arguments)`` returns tensors of the shapes and dtypes of the gradients: the fake.
@@ -79,7 +79,7 @@ class BackwardOperator:
     of: tuple[str, ...]
     setup_context: Callable[[Any, tuple[Any, ...], Any], None]
     passed: Callable[..., tuple[Any, ...] | None]
-    run: Callable[..., Tensors]
+    run: Callable[..., tuple[torch.Tensor | None, ...]]
     like: Callable[..., Tensors]
     into: str = ""
 

@@ -339,11 +339,11 @@ def _backward(
     need_x: bool,
     need_w: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, w and bias; an empty tensor for one that is not needed."""
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w and bias; None for one that is not needed."""
     call = GatherBackward([grad], grad_gathered, x, [w], gathered, group_name)
     gx, (gw,), _ = call.run(need_x, [need_w])
-    return gx, gw, grad.sum(0) if need_bias else grad.new_empty(0)
+    return gx, gw, grad.sum(0) if need_bias else None
 
 
 def _like(

@@ -242,10 +242,12 @@ def _backward(
     call = GatherBackward(grads, grad_gathered, x, w, gathered, group_name, sum(used), main_grad)
     gx, gw, contiguous = call.run(need_x, need_w)
     gb = [
-        x.new_empty(0) if grad is None or not needs else grad.sum(0)
+        None if grad is None or not needs else grad.sum(0)
         for grad, needs in zip(contiguous, need_bias, strict=False)
     ]
-    return gx, gw, gb
+    empty = x.new_empty(0)  # a list of torch has no None
+    gw, gb = ([empty if g is None else g for g in found] for found in (gw, gb))
+    return empty if gx is None else gx, gw, gb
 
 
 def _backward_into(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -263,14 +263,14 @@ def _backward(
     need_x: bool,
     need_w: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, w and bias; an empty tensor for one that is not needed."""
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w and bias; None for one that is not needed."""
     back = Exchange(scatter_dim, gather_dim).reverse
-    grad, empty = grad.contiguous(), grad.new_empty(0)
-    gx = multiply_and_exchange(grad, w, back, group_name) if need_x else empty
+    grad = grad.contiguous()
+    gx = multiply_and_exchange(grad, w, back, group_name) if need_x else None
     assert exchanged is not None or not need_w, "kept where the weight requires a gradient"
-    gw = empty if exchanged is None or not need_w else grad.t() @ exchanged
-    return gx, gw, grad.sum(0) if need_bias else empty
+    gw = None if exchanged is None or not need_w else grad.t() @ exchanged
+    return gx, gw, grad.sum(0) if need_bias else None
 
 
 def _like(

@@ -51,7 +51,7 @@ def gather_and_multiply(
     ):
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
-        y, gathered = operator("all_gather_matmul")(grad, w.t(), None, group_name, keep)
+        y, gathered = operator("all_gather_matmul").within(grad, w.t(), None, group_name, keep)
     return y, gathered if keep else None
 
 
@@ -82,12 +82,12 @@ class GatherBackward:
 
     def run(
         self, need_x: bool, need_w: Sequence[bool]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Return gx, the gradients of the weights, and ``grads`` made contiguous.
 
         gx = reduce_scatter(sum of grad_i @ w_i) is one product of concatenated gradients and
-        weights, so it is rounded once. gw_i = grad_i.T @ gather(x), with one gather for all. An
-        empty tensor stands for a gradient that is not needed.
+        weights, so it is rounded once. gw_i = grad_i.T @ gather(x), with one gather for all. None
+        for a gradient that is not needed.
         """
         grads = [None if grad is None else grad.contiguous() for grad in self.grads]
         need_w = [need and grad is not None for need, grad in zip(need_w, grads, strict=True)]
@@ -102,17 +102,12 @@ class GatherBackward:
             # over nodes a gather of x by NCCL is hidden by the matmul of the input gradient
             and not (gathers and known_topology_of(self.group_name).nodes > 1)
         )
-        empty = self.x.new_empty(0)
         if fused and grad is not None and w is not None:
             gx, gathered = self._scatter_fused(grad, w, gathers)
             gw = self._weight_gradients(grads, gathered, need_w)
         else:
             gx, gw = self._overlapped(grads, grad, w, need_x, need_w)
-        return (
-            empty if gx is None else gx,
-            [empty if of_weight is None else of_weight for of_weight in gw],
-            grads,
-        )
+        return gx, gw, grads
 
     def _joined(
         self, grads: Sequence[torch.Tensor | None]
@@ -249,7 +244,7 @@ def multiply_and_scatter(
 
     ``depth``: the largest n of any rank, where ranks differ; 0: all have the same.
     """
-    return operator("matmul_reduce_scatter")(grad, w.t(), None, group_name, depth, None)
+    return operator("matmul_reduce_scatter").within(grad, w.t(), None, group_name, depth, None)
 
 
 def exchange_and_multiply(
@@ -265,7 +260,7 @@ def exchange_and_multiply(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
     else:
-        y, exchanged = operator("all_to_all_matmul")(
+        y, exchanged = operator("all_to_all_matmul").within(
             grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
         )
     return y, exchanged if keep else None
@@ -282,6 +277,6 @@ def multiply_and_exchange(
         return reference.matmul_all_to_all(
             grad, w.t(), None, group, how.scatter_dim, how.gather_dim
         )
-    return operator("matmul_all_to_all")(
+    return operator("matmul_all_to_all").within(
         grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name
     )

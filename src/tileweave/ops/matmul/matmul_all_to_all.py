@@ -241,14 +241,14 @@ def _backward(
     need_x: bool,
     need_w: bool,
     need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, w and bias; an empty tensor for one that is not needed.
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w and bias; None for one that is not needed.
 
     The gradient is exchanged once, by the input gradient where that is needed.
     """
     back = Exchange(scatter_dim, gather_dim).reverse
     grad = grad.contiguous()
-    gx, gw, gb = (grad.new_empty(0) for _ in range(3))
+    gx = gw = gb = None
     if need_x:
         gx, exchanged = exchange_and_multiply(grad, w, back, group_name, keep=need_w or need_bias)
     else:

@@ -328,15 +328,14 @@ def _backward(
     need_w: bool,
     need_bias: bool,
     main_grad: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, w and bias; an empty tensor for one that is not needed.
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w and bias; None for one that is not needed.
 
     The gradient is gathered once, by the input gradient where that is needed.
     """
     group = group_of(group_name)
     grad = grad.contiguous()
-    gx, gw, gb = (grad.new_empty(0) for _ in range(3))
-    gathered = None
+    gx = gw = gb = gathered = None
     if need_x:
         gx, gathered = gather_and_multiply(grad, w, group_name, need_w or need_bias, depth)
     elif need_w:
