@@ -90,8 +90,8 @@ def _gradients(
         args = passed(ctx, *grads)
         if args is None:
             return none
-        # False for an argument that is None
-        needed = [ctx.needs_input_grad[place] for place in places]
+        needs_grad = ctx.needs_input_grad  # False for an argument that is None
+        needed = [needs_grad[place] for place in places]
         main_grad = ctx.main_grad if backward.into else None
         if main_grad is None:
             found = run(*args, *needed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 OP = "matmul_all_reduce"
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """x [M, k] and w [N, k]; of FP8 with how they are scaled, and their scales."""
 
     x: torch.Tensor
@@ -38,16 +37,16 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Calls of one shape. ``begin``, ``rows``: the rows that this rank reduces."""
+    """Calls of one shape. ``begin``, ``end``: the rows that this rank reduces."""
 
     scatter: FusedCall
     begin: int
-    rows: int
+    end: int
     norm: Launcher
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of ``tensor`` [M, N] that this rank reduces."""
-        return tensor.narrow(0, self.begin, self.rows)
+        return tensor[self.begin : self.end]
 
 
 def reduce_by_tiles(
@@ -95,8 +94,8 @@ def _make(
     call = instance.cache.get(key)
     if call is None:
         begin = s.rank * s.rows
-        rows = min(s.rows, scatter.gathered - begin)
-        call = _Call(scatter, begin, rows, norm_launcher(x.shape[0], s.cols))
+        end = min(begin + s.rows, scatter.gathered)
+        call = _Call(scatter, begin, end, norm_launcher(x.shape[0], s.cols))
         instance.keep(key, call)
     assert isinstance(call, _Call), "other keys of this instance have no name in front"
     residual = None if residual is None else call.own(residual)

@@ -81,7 +81,7 @@ class Plain(NamedTuple):
         return out
 
     def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
-        return (x[0].narrow(0, begin, rows),)
+        return (x[0][begin : begin + rows],)  # narrow() takes half as long again
 
     def repeated(self) -> Storing:
         turned, bias = self.w.t(), self.bias  # turned once: each view takes 2 us
@@ -183,15 +183,15 @@ def multiply_shards(
 ) -> None:
     """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next.
     x: the parts of the own shard."""
-    rows = x[0].shape[0]
-    places = out.view(instance.world_size, rows, out.shape[1]).unbind()
+    places = out.chunk(instance.world_size)
+    kept = () if gathered is None else gathered.chunk(instance.world_size)
     store = product.repeated()
     gathering = begin(instance, call, x, checksum)
     try:
         for source, shard in gathering.shards():
             store(shard, places[source])
-            if gathered is not None:
-                gathered[source * rows : (source + 1) * rows].copy_(shard[0])
+            if kept:
+                kept[source].copy_(shard[0])
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
