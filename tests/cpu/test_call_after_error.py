@@ -14,6 +14,7 @@ from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.nn import MoE, ShardedEmbeddingBag
+from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul import backward as operator
 from tileweave.planning.sharding import TableSpec
 from tileweave.transport import host_memory
@@ -56,6 +57,23 @@ def gradients_after_an_error(me: Member) -> list[float]:
 
 def test_gather_left_by_an_error_is_waited_for(world) -> None:
     assert max(max(errors) for errors in world.run(gradients_after_an_error)) < 1e-5
+
+
+def calls_broken_off_by_a_dual(me: Member) -> str:
+    """Memory runs out in the reduce-scatter of a backward, on all ranks."""
+    tw.close()
+    error_of_gradient(me, 1)
+    dual = "tileweave.ops.matmul.matmul_reduce_scatter_fused.ready"
+    out_of_memory = mock.patch(dual, side_effect=torch.OutOfMemoryError)
+    with out_of_memory, pytest.raises(torch.OutOfMemoryError):
+        error_of_gradient(me, 2)
+    found = REGISTRY.broken_off(name_of(None))
+    tw.close()
+    return found
+
+
+def test_error_of_a_dual_is_recorded_once(world) -> None:
+    assert set(world.run(calls_broken_off_by_a_dual)) == {"1 that broke off, 0 of them given up"}
 
 
 def calls_after_failed_growth(me: Member) -> list[str]:
