@@ -300,13 +300,7 @@ class Operators:
         c, one_shot = self.c, kind == "all_reduce" and shots == 1
         nbytes = m * (k if before or kind == "all_gather" else n) * itemsize
         nbytes /= 1 if one_shot else world
-        seen = view(self._node(world), c.exchange_fraction)
-        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
-        if seen.cluster.device.inside == "mesh":
-            loads["pair1"] /= world - 1.0
-        one = c.exchange_latency + max(
-            nbytes * load / seen.capacities[link] for link, load in loads.items()
-        )
+        one = c.exchange_latency + self._sent_to_all(world, nbytes, c.exchange_fraction)
         return (
             self.costs.matmul(m, n, k, itemsize)
             + c.gap
