@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ from tileweave.planning.matmul import (
     plan_all_gather_matmul,
     plan_matmul_all_reduce,
     plan_matmul_reduce_scatter,
+    scatter_schedule_for,
+    schedule_for,
 )
 from tileweave.planning.measurements import (
     Measurement,
@@ -26,7 +29,7 @@ from tileweave.planning.measurements import (
     write_measurements,
 )
 from tileweave.planning.planner import Planner, _place, planner_of
-from tileweave.planning.predict import seconds, work_of
+from tileweave.planning.predict import _Tiles, seconds, work_of
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.sim.machine import presets
 from tileweave.sim.modelled import is_matmul
@@ -34,6 +37,22 @@ from tileweave.sim.modelled import is_matmul
 H100 = Machine("NVIDIA H100 80GB HBM3", "cuda", 90, 132)
 CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
 PROBLEM = Problem(2, 512, 4096, 2048, 2, "bfloat16")
+
+
+@pytest.mark.parametrize("op", [op for op in TUNABLE if op != "all_to_all_matmul"])
+def test_as_many_tiles_are_predicted_as_a_schedule_has(op: str) -> None:
+    rng, costs, tried = random.Random(op), Costs(data_sheet(H200)), 0
+    for _ in range(60):
+        size, rows = rng.choice((2, 3, 4, 8)), rng.randint(1, 3000)
+        p = Problem(size, rows, rng.randint(1, 600) * 16, rng.randint(1, 300) * 16, 2, "bfloat16")
+        of_owner = replace(p, rows=-(-rows // size)) if op == "matmul_all_reduce" else p
+        for config in candidates(op, p, H200):
+            if config.kernel != "library":
+                made = schedule_for if op == "all_gather_matmul" else scatter_schedule_for
+                schedule = made(of_owner, config, 0, H200)
+                assert _Tiles(op, p, work_of(op, p), config, costs).count == schedule.num_tiles
+                tried += 1
+    assert tried > 100
 
 
 @pytest.mark.parametrize("device", ["H100", "H200"])

@@ -12,7 +12,7 @@ import pytest
 import tileweave
 from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
-from tileweave.profile.timing import turn
+from tileweave.profile.timing import _first_line_of_cause, turn
 from tileweave.profile.trace import (
     OWN_CLOCKS,
     SEVERAL,
@@ -39,6 +39,21 @@ def test_overlap_metrics() -> None:
     assert speed_up(200, 100) == 2
     assert geometric_mean([1, 4, math.nan]) == pytest.approx(2)
     assert math.isnan(geometric_mean([]))
+
+
+def test_a_failed_capture_is_told_by_its_first_error() -> None:
+    """The end of a capture raises an error of its own, while the one that ended it is handled."""
+
+    def capture() -> None:
+        try:
+            raise RuntimeError("out of memory\nby 2 GiB")
+        finally:
+            raise ValueError("the capture failed before")
+
+    with pytest.raises(ValueError, match="failed before") as raised:
+        capture()
+    assert _first_line_of_cause(raised.value) == "out of memory"
+    assert _first_line_of_cause(NotImplementedError()) == "NotImplementedError"
 
 
 def test_decode_separates_pushes_waits_and_computation() -> None:

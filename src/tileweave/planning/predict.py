@@ -162,13 +162,15 @@ class _Tiles:
 
     def __init__(self, op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs) -> None:
         tile_m, tile_n, sms = config.tile_m, config.tile_n, costs.device.num_sms
-        shards = 1  # whose rows tiles do not span
-        if config.transport == "copy_engine" and op != "all_to_all_matmul":
-            shards = p.world_size
-        if op == "matmul_all_to_all":  # of columns, which tiles never span
-            self.count = p.world_size * cdiv(w.m, tile_m) * cdiv(p.cols, tile_n)
-        else:
-            self.count = shards * cdiv(w.m // shards, tile_m) * cdiv(w.n, tile_n)
+        rows, cols = w.m, cdiv(w.n, tile_n)
+        if op == "matmul_all_to_all":  # parts are of columns
+            cols = p.world_size * cdiv(p.cols, tile_n)
+        elif op != "all_to_all_matmul":
+            rows = cdiv(w.m, p.world_size)
+        tile_rows = cdiv(w.m, rows) * cdiv(rows, tile_m)
+        if rows < tile_m:  # only then tiles span shards
+            tile_rows = cdiv(w.m, tile_m)
+        self.count = tile_rows * cols
         self.of_shard = self.count / p.world_size
         self._active = min(self.count, sms)
         self._cut = config.split_tail and (self.count > sms or config.kernel == "hopper")
