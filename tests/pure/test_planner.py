@@ -29,7 +29,7 @@ from tileweave.planning.measurements import (
     write_measurements,
 )
 from tileweave.planning.planner import Planner, _place, planner_of
-from tileweave.planning.predict import _Tiles, seconds, work_of
+from tileweave.planning.predict import _Tiles, host_seconds, seconds, work_of
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.sim.machine import presets
 from tileweave.sim.modelled import is_matmul
@@ -79,7 +79,8 @@ def test_fp8_that_was_not_measured_is_planned_well(op: str, scales: str) -> None
 
 
 def regrets_of(planner: Planner, known: list[Measurement]) -> list[float]:
-    """log(time of what is chosen / of the fastest), each without its own measurement."""
+    """log(time of what is chosen / of the fastest), each without its own measurement. A call takes
+    as long as its host, at least; what was measured are graphs."""
     regrets, everything, here = [], planner._points, planner._here
     planner._here = {}  # times of exactly this problem are what is left out
     for one in known:
@@ -88,9 +89,13 @@ def regrets_of(planner: Planner, known: list[Measurement]) -> list[float]:
             config: [point for point in points if planner._shapes[point.shape][0] != place]
             for config, points in everything.items()
         }
-        timed = [c for c in one.us if planner._points.get(c)]
+        us = {
+            config: max(time, 1e6 * host_seconds(config, one.problem.world_size))
+            for config, time in one.us.items()
+        }
+        timed = [c for c in us if planner._points.get(c)]
         chosen = min(timed, key=lambda config: planner.predict(one.problem, config))
-        regrets.append(math.log(one.us[chosen] / min(one.us.values())))
+        regrets.append(math.log(us[chosen] / min(us.values())))
     planner._points, planner._here = everything, here
     assert max(regrets) > 0, "what was left out is not known"
     return regrets

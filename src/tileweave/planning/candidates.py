@@ -23,6 +23,7 @@ _WIDE = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, team=4)
 _SQUARE = MatmulConfig("hopper", "copy_engine", 128, 128, 64, 6, 8, group_m=4, team=4)
 _LOW = MatmulConfig("hopper", "copy_engine", 64, 256, 64, 4, 4, team=4)
 _SMALL = MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4)
+_BROAD = MatmulConfig("hopper", "sm", 128, 128, 64, 6, 8, team=2)
 _FLAT = MatmulConfig("hopper", "sm", 64, 128, 128, 4, 4, team=2)
 
 
@@ -44,6 +45,7 @@ _GATHER = (
     _uncut(_WIDE),
     _SQUARE,
     _uncut(_SQUARE),
+    _BROAD,
     _FLAT,
     _SMALL,
 )
@@ -54,7 +56,7 @@ _SCATTER = (
     *_LARGE_BLOCKS,
     _PER_SHARD,
     *(_uncut(_WIDE, slices) for slices in (1, 2, 4)),
-    _uncut(replace(_SQUARE, group_m=8), 2),
+    *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (1, 2)),
     _uncut(_SMALL),
 )
 _REDUCE = (
@@ -69,6 +71,7 @@ _REDUCE = (
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
     _one_shot(16, 64, 256, 4, 4),
+    _one_shot(32, 32, 256, 4, 4),
     _one_shot(32, 64, 128, 5, 4),
 )
 

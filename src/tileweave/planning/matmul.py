@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 
 from tileweave.planning import choices
-from tileweave.planning.candidates import PLANNED, can_run
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import Machine
 from tileweave.planning.planner import planner_of
 from tileweave.planning.problem import (
@@ -27,7 +27,6 @@ from tileweave.planning.problem import (
 )
 from tileweave.planning.schedules.gather import Parts, TileSchedule, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
-from tileweave.planning.table import Entry, tuned_entries
 
 ONE_SHOT_ROWS = 16  # of interpreted calls
 
@@ -167,7 +166,7 @@ def _plan(op: str, p: Problem, machine: Machine, interpreting: bool) -> Plan[Mat
     reason = _why_not_on_gpu(p)
     if reason is not None:
         return Plan("unfused", reason)
-    return _with_table(op, p, machine) or _predicted(op, p, machine)
+    return _predicted(op, p, machine)
 
 
 def _plan_nodes(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
@@ -273,33 +272,6 @@ def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
     return Plan("fused", f"interpreted; {p.rows} rows per rank", config)
 
 
-def _with_table(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig] | None:
-    """The plan by a table of what was fastest among more than two GPUs, for the shapes of the
-    table; else None. ``_predicted`` does not know these times: a time of one config alone made
-    its choices for other shapes worse."""
-    if p.world_size == 2 or p.fp8 or not machine.hopper or choices.find(op, p) is not None:
-        return None
-    rows = p.rows if op == "matmul_all_reduce" else p.rows * p.world_size
-
-    def distance(entry: Entry) -> float:
-        same = op == "matmul_all_reduce" and entry.one_row_of_tiles(rows)
-        return entry.distance(entry.rows if same else rows, p.cols, p.depth, p.world_size)
-
-    near = [
-        entry
-        for entry in tuned_entries(op)
-        if entry.world_size == p.world_size
-        and entry.depth % _LINE == p.depth % _LINE
-        and distance(entry) <= _NEAR
-        and can_run(op, entry.config, p, machine)
-    ]
-    if not near:
-        return None
-    best = min(near, key=lambda one: (distance(one), abs(one.rows - rows)))
-    where = f"M={best.rows}, {best.cols} local columns, K={best.depth} on {best.world_size} GPUs"
-    return Plan("fused", f"as measured for {where}", best.config)
-
-
 def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     planner = planner_of(op, machine, p.fp8, p.scales)
     found = planner.predictions(p)
@@ -326,11 +298,6 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
 # about 200 us over sockets, in which an H100 has this many multiply-adds, and less over InfiniBand.
 _LEAST_BYTES, _LEAST_ROWS, _CHUNK_PRODUCTS = 2 << 20, 256, 1 << 36
 _MOST_CHUNKS = 4
-# Distance from a table's entry, in octaves, up to which its config is taken: 3 % of rows, 7 % of
-# columns or K. The best config of another measured shape, 0.1 to 0.5 octaves away, took 2.9 %
-# longer than the fastest in the mean, the predicted one 1.3 %; of up to 31 rows 6.8 and 2.0 %.
-_NEAR = 0.1
-_LINE = 64  # 16-bit elements of a line of memory, inside which rows of w begin or not
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
 # Multiply-adds of a shard that take about 100 us, enough to hide the host's work for its launch.

@@ -23,8 +23,9 @@ from tileweave.planning.measurements import Measurement, packaged
 from tileweave.planning.predict import host_seconds, seconds
 from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
-_OCTAVES = 1.5  # how far measurements reach: the width of a Gaussian
-_FAR = 0.3  # weight of the median over all measurements
+_OCTAVES = 1.2  # how far measurements reach: the width of a Gaussian
+_LOWEST_TILE = 16
+_FAR = 0.1  # weight of the median over all measurements
 _OTHER_DEVICE = 0.25  # weight of a time of another kind of device
 _OTHER_SCALES = 0.5  # weight of a time with FP8 scales of another kind
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
@@ -147,9 +148,10 @@ def _in_16_bits(config: MatmulConfig) -> MatmulConfig:
 
 
 def _place(p: Problem) -> tuple[float, ...]:
-    """Where a problem is, in octaves. Rows and ranks matter most and count double."""
+    """Where a problem is, in octaves. Rows and ranks matter most and count double. Fewer rows than
+    the lowest tile has take as long as all of them."""
     return (
-        2.0 * math.log2(p.rows),
+        2.0 * math.log2(max(p.rows, _LOWEST_TILE)),
         math.log2(p.cols),
         math.log2(p.depth),
         2.0 * math.log2(p.world_size),
