@@ -41,41 +41,39 @@ def matmul_tile(
 
     Rows out of range must point to readable memory, columns out of range wrap around: their
     products are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask
-    along K. ``FEW_ROWS``, with ``EVEN_K`` only: just the first ``rows`` rows are read, which saves
-    the traffic for the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
+    along K. ``FEW_ROWS``: just the first ``rows`` rows are read, which saves the traffic for the
+    rest of a tile: half of all, where a tile has as many rows as columns. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
     apart: a weight as backward reads it. ``start``: what the sum begins with. ``PROMOTE``: of FP8,
     sums are rounded to fp32 after each K block; tensor cores keep fewer bits between.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
     w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
+    few = (tl.arange(0, TILE_M) < rows)[:, None]
     if start is None:
         acc = tl.zeros((TILE_M, TILE_N), tl.float32)
     else:
         acc = start
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
+        inside = (index < depth)[None, :]
+        a_at = a_rows[:, None] + index[None, :]
         if DEPTH_FIRST:
-            a = tl.load(a_rows[:, None] + index[None, :], mask=(index < depth)[None, :], other=0.0)
-            b = tl.load(
-                w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w,
-                mask=(index < depth)[None, :],
-                other=0.0,
-            )
-        elif EVEN_K and FEW_ROWS:
-            a = tl.load(
-                a_rows[:, None] + index[None, :],
-                mask=(tl.arange(0, TILE_M) < rows)[:, None],
-                other=0.0,
-            )
-            b = tl.load(w_rows[:, None] + index[None, :])
-        elif EVEN_K:
-            a = tl.load(a_rows[:, None] + index[None, :])
-            b = tl.load(w_rows[:, None] + index[None, :])
+            b_at = w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w
         else:
-            inside = (index < depth)[None, :]
-            a = tl.load(a_rows[:, None] + index[None, :], mask=inside, other=0.0)
-            b = tl.load(w_rows[:, None] + index[None, :], mask=inside, other=0.0)
+            b_at = w_rows[:, None] + index[None, :]
+        if FEW_ROWS and EVEN_K:
+            a = tl.load(a_at, mask=few, other=0.0)
+        elif FEW_ROWS:
+            a = tl.load(a_at, mask=few & inside, other=0.0)
+        elif EVEN_K:
+            a = tl.load(a_at)
+        else:
+            a = tl.load(a_at, mask=inside, other=0.0)
+        if EVEN_K:
+            b = tl.load(b_at)
+        else:
+            b = tl.load(b_at, mask=inside, other=0.0)
         if INTERPRETED:  # the interpreter multiplies bf16 as bit patterns
             a = a.to(tl.float32)
             b = b.to(tl.float32)

@@ -112,6 +112,8 @@ class Choices(NamedTuple):
 
     EVEN_K : the depth is a multiple of ``TILE_K``.
 
+    FEW_ROWS : the tile has more rows than x.
+
     NORM : further programs, as many as rows, normalise the sum, ``NORM_BLOCK`` columns at a time.
     """
 
@@ -120,6 +122,7 @@ class Choices(NamedTuple):
     TILE_N: int
     TILE_K: int
     EVEN_K: bool
+    FEW_ROWS: bool
     HAS_BIAS: bool
     HAS_RESIDUAL: bool
     NORM: bool
@@ -216,7 +219,7 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
             C.TILE_K,
             C.EVEN_K,
             rows,
-            True,
+            C.FEW_ROWS,
         )
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         at = row.to(tl.int64)[:, None] * cols + col[None, :]
@@ -313,6 +316,7 @@ def launcher(
                 TILE_N=c.tile_n,
                 TILE_K=c.tile_k,
                 EVEN_K=depth % c.tile_k == 0,
+                FEW_ROWS=rows < c.tile_m,
                 HAS_BIAS=bias is not None,
                 HAS_RESIDUAL=residual is not None,
                 NORM=norm,
