@@ -455,7 +455,7 @@ class Costs:
         ``rate`` times its usual rate."""
         flops = self.flops * rate * (FP8_RATE if itemsize == 1 else 1.0)
         multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
-        return _norm(
+        return norm(
             self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed
         )
 
@@ -476,7 +476,7 @@ class Costs:
         flops = self.flops * self.c.fused_rate * rate * (FP8_RATE if itemsize == 1 else 1.0)
         multiply = 2 * tile_m * tile_n * k / (flops / self.device.num_sms)
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
-        block = _norm(self.c.matmul_norm, multiply, feed)
+        block = norm(self.c.matmul_norm, multiply, feed)
         if exposed is None:
             return self._overlapped(block, memory)
         return max(block, memory) + exposed * min(multiply, memory)
@@ -551,11 +551,11 @@ class Costs:
     def _own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
         memory = (rows + bags) * (row_bytes + 8.0) / (self.c.own_memory * self.device.memory_rate)
         scale = HOPPER_SMS / self.device.num_sms
-        return _norm(3.0, memory, self.c.own_bag * bags * scale)
+        return norm(3.0, memory, self.c.own_bag * bags * scale)
 
     def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
         """That kernel with results stored to peers, which alone takes ``sent`` seconds."""
-        return self.c.pooled_latency + _norm(
+        return self.c.pooled_latency + norm(
             self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent
         )
 
@@ -565,6 +565,7 @@ def is_aligned(n: int, k: int, itemsize: int) -> bool:
     return k * itemsize % 16 == 0 and n * max(itemsize, 2) % 16 == 0
 
 
-def _norm(p: float, *parts: float) -> float:
+def norm(p: float, *parts: float) -> float:
+    """The time of parts that overlap: from the longest of them (p infinite) to their sum (p 1)."""
     top = max(parts)
     return top * sum((part / top) ** p for part in parts) ** (1.0 / p) if top > 0.0 else 0.0

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tileweave.planning.candidates import PLANNED
-from tileweave.planning.costs import Costs
+from tileweave.planning.costs import Costs, norm
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 
@@ -23,9 +23,14 @@ _LAST_ROWS_SECONDS = 20e-6
 # that reduces and gathers. From 4 MB on, on two H100, two and four H200: mostly 0.53 to 0.61
 # (single shapes 0.39 to 0.72), and 0.63 to 0.76. The calibration has the rate of few rows.
 _EXCHANGE_FRACTION, _REDUCE_FRACTION = 0.6, 0.68
-# Multiplying few rows where rows of w begin inside a line of 128 bytes, each block of K of which
-# then touches one more (two H200).
-_PARTIAL_LINES = 1.1
+# One shot, as fitted to 580 times of two H100, two and four H200 (in the mean 8 % off): the launch
+# until data of peers has come, beyond tiles; each tile besides its bytes; of the rate of memory;
+# from a load until its data is in shared memory; and rows of w that begin inside a line of 128
+# bytes, each block of K of which touches one more.
+_ONE_SHOT_SECONDS, _ONE_SHOT_TILE_SECONDS = 3.7e-6, 2.2e-6
+_ONE_SHOT_MEMORY, _LOAD_SECONDS, _PARTIAL_LINES = 0.885, 1.3e-6, 1.05
+_SHARED_BYTES, _WARPS = 227 << 10, 64  # of a multiprocessor, for programs at the same time
+_OVERLAP = 3.0  # exponent of the norm of times that overlap
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
 
 
@@ -74,6 +79,8 @@ def seconds(op: str, p: Problem, c: MatmulConfig | None, costs: Costs, link_rate
         if op in GATHERS:
             return _cublas_per_shard(p, w, costs, link_rate)
         return _send_shards(p, w, costs, link_rate)
+    if op == "matmul_all_reduce" and c.transport == "sm":
+        return _one_shot(p, w, c, costs, link_rate)
     return _fused(op, p, w, c, costs, link_rate)
 
 
@@ -114,6 +121,28 @@ def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
     return max(sent + c.signal, size * (product + c.gap)) + summed
 
 
+def _one_shot(p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float) -> float:
+    """Each program streams the rows of w of one tile and sends its sums to all others. Loads of the
+    programs that share a multiprocessor overlap; its last tile decides."""
+    device, lines = costs.device, _PARTIAL_LINES if p.depth * p.itemsize % 128 else 1.0
+    ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
+    tiles = cdiv(cdiv(w.n, config.tile_n), device.num_sms)  # of a multiprocessor
+    fit = max(1, min(_SHARED_BYTES // (ring + 1024), _WARPS // config.num_warps))
+    in_flight = min(fit, tiles) * ring * (config.num_stages - 1) / config.num_stages
+    tile = config.tile_n * w.k * p.itemsize * lines
+    stream = norm(_OVERLAP, tile / costs.c.matmul_stream, tile * _LOAD_SECONDS / in_flight)
+    memory = (w.n * w.k * lines + w.m * w.n) * p.itemsize
+    return (
+        _ONE_SHOT_SECONDS
+        + norm(
+            _OVERLAP,
+            tiles * stream + cdiv(tiles, fit) * _ONE_SHOT_TILE_SECONDS,
+            memory / (_ONE_SHOT_MEMORY * device.memory_rate),
+        )
+        + w.nbytes * p.world_size / link_rate
+    )
+
+
 def _fused(
     op: str, p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float
 ) -> float:
@@ -134,10 +163,6 @@ def _fused(
         bound = max(multiply, pushed, stored)
         bound += _LAST_ROWS_SECONDS + costs.stream(2.0 * w.nbytes)  # peers' rows are copied
         return c.fused_launch + latency + bound
-    if op == "matmul_all_reduce":  # one shot: every rank sends its whole partial sum to all others
-        if p.depth * p.itemsize % 128:
-            multiply *= _PARTIAL_LINES
-        return c.one_shot_launch + multiply + latency + w.nbytes * size / rate
     queued = c.copy_queued if copied else 0.0
     each = queued + w.nbytes / (size - 1) / rate
     if op == "all_to_all_matmul":  # all ranks have a part of every row

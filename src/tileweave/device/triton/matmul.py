@@ -42,9 +42,10 @@ def matmul_tile(
     Rows out of range must point to readable memory, columns out of range wrap around: their
     products are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask
     along K. ``FEW_ROWS``: just the first ``rows`` rows are read, which saves the traffic for the
-    rest of a tile: half of all, where a tile has as many rows as columns. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
-    apart: a weight as backward reads it. ``start``: what the sum begins with. ``PROMOTE``: of FP8,
-    sums are rounded to fp32 after each K block; tensor cores keep fewer bits between.
+    rest of a tile: half of all, where a tile has as many rows as columns. ``DEPTH_FIRST``: ``w`` is
+    [K, N], its rows ``stride_w`` apart: a weight as backward reads it. ``start``: what the sum
+    begins with. ``PROMOTE``: of FP8, sums are rounded to fp32 after each K block; tensor cores keep
+    fewer bits between.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
