@@ -20,6 +20,18 @@ from tileweave.errors import InputError
 
 ATEN = torch.ops.aten
 KEEPS = (ATEN.detach.default, ATEN.clone.default, ATEN._to_copy.default)  # of each projection
+# the same, and what else is possible, as users call it
+_CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+_CONVERT = {getattr(torch.Tensor, name) for name in _CONVERSIONS}
+_FUNCTIONS: dict[Any, Any] = {
+    torch.Tensor.detach: ATEN.detach.default,
+    torch.Tensor.data.__get__: ATEN.detach.default,
+    torch.Tensor.clone: ATEN.clone.default,
+    torch.clone: ATEN.clone.default,
+    torch.Tensor.new_empty: ATEN.new_empty.default,
+    torch.Tensor.equal: ATEN.equal.default,
+    torch.equal: ATEN.equal.default,
+}
 
 
 def refused(what: object) -> InputError:
@@ -99,6 +111,20 @@ class JoinedTensor(DTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Not possible: raises :class:`InputError`."""
         raise refused("to_local()")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch 2.11 does not call ``__torch_dispatch__`` of a subclass of DTensor. What is not
+        caught here gets to :class:`Shards` there, which refuse it."""
+        kwargs = kwargs or {}
+        if func in _CONVERT:
+            return JoinedTensor([func(part, *args[1:], **kwargs) for part in args[0].parts])
+        if func is torch.Tensor.new_empty:  # sizes may be separate arguments
+            sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+            args = (args[0], kwargs.pop("size", sizes))
+        if func in _FUNCTIONS:
+            return cls.__torch_dispatch__(_FUNCTIONS[func], types, args, kwargs)
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
