@@ -25,7 +25,7 @@ _CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 _CONVERT = {getattr(torch.Tensor, name) for name in _CONVERSIONS}
 _FUNCTIONS: dict[Any, Any] = {
     torch.Tensor.detach: ATEN.detach.default,
-    torch.Tensor.data.__get__: ATEN.detach.default,
+    torch.Tensor.data.__get__: ATEN.detach.default,  # type: ignore[attr-defined]
     torch.Tensor.clone: ATEN.clone.default,
     torch.clone: ATEN.clone.default,
     torch.Tensor.new_empty: ATEN.new_empty.default,

@@ -249,7 +249,8 @@ def name_of(group: Group | None) -> str:
             "name, or a DeviceMesh of one dimension; remedy: call on members only"
         )
     name = group.group_name
-    REGISTRY.belongs(name, group)
+    if not torch.compiler.is_compiling():  # compiled code looks the group up in each call
+        REGISTRY.belongs(name, group)
     return name
 
 
