@@ -112,6 +112,8 @@ def matmul_blocks(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    rows=0,
+    FEW_ROWS: tl.constexpr = False,
 ):
     """:func:`matmul_tile` of FP8 with a scale for 128 of K (``TILE_K``) of a row, and for 128 x 128
     of ``w``: each K block, of which there is one at least, is multiplied by its scales before it is
@@ -123,6 +125,7 @@ def matmul_blocks(
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
     w_rows = w + n.to(tl.int64) * stride_w
+    few = (tl.arange(0, TILE_M) < rows)[:, None]
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)
     # peers wrote some of the scales: not from a stale cache
     of_rows = tl.load(scales.rows + k_begin * scales.step, cache_modifier=".cg")
@@ -130,7 +133,8 @@ def matmul_blocks(
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
         inside = (index < depth)[None, :]
-        a = tl.load(a_rows[:, None] + index[None, :], mask=inside, other=0.0)
+        read = few & inside if FEW_ROWS else inside
+        a = tl.load(a_rows[:, None] + index[None, :], mask=read, other=0.0)
         b = tl.load(w_rows[:, None] + index[None, :], mask=inside, other=0.0)
         if INTERPRETED:
             a = a.to(tl.float32)

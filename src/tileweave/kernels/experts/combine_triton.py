@@ -89,7 +89,7 @@ from tileweave.kernels.experts.combine_layout import (
     chunk_columns,
     index_of,
 )
-from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
+from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
@@ -294,6 +294,8 @@ def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexp
                     TILE_M,
                     TILE_N,
                     TILE_K,
+                    walk.end - first_row,
+                    TILE_M <= LOW_TILE,
                 )
             else:
                 acc = matmul_tile(
@@ -309,7 +311,9 @@ def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexp
                     TILE_N,
                     TILE_K,
                     EVEN_K,
-                    DEPTH_FIRST=DEPTH_FIRST,
+                    walk.end - first_row,
+                    TILE_M <= LOW_TILE,
+                    DEPTH_FIRST,
                 )
             col = tile_col * TILE_N + tl.arange(0, TILE_N)
             target = products + row.to(tl.int64)[:, None] * cols + col[None, :]

@@ -67,7 +67,7 @@ from triton.language.target_info import is_hip
 from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
 from tileweave.device.triton.peers import faulted, leave, load_epoch, notify_all, slots_at, wait
 from tileweave.device.triton.signal import MAX_SLICES, consume_token
-from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
+from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts, packed_pitch
@@ -142,8 +142,6 @@ class Choices(NamedTuple):
 
     EVEN_K : K is a multiple of TILE_K, so loads need no mask along K.
 
-    FEW_ROWS : rows past the end of an expert are not read, which pays where tiles are low.
-
     DEPTH_FIRST : experts are [E_local, K, N] in memory, as the backward pass reads them: the
         input gradient of an operator whose weights are [E_local, N, K].
 
@@ -160,7 +158,6 @@ class Choices(NamedTuple):
     TILE_K: int
     GROUP_M: int
     EVEN_K: bool
-    FEW_ROWS: bool
     DEPTH_FIRST: bool
     SCALED: bool = False
     ALIGNED: bool = True
@@ -250,8 +247,9 @@ def wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE: t
 
 
 @triton.jit
-def multiply_packed(a_rows, tensors, weight, expert, col, tile_cols, token, C: tl.constexpr):
-    """A tile of packed rows of FP8 times the weight of ``expert``."""
+def multiply_packed(a_rows, rows, tensors, weight, expert, col, tile_cols, token, C: tl.constexpr):
+    """A tile of packed rows of FP8, of which the first ``rows`` are stored, times the weight of
+    ``expert``."""
     scales = BlockScales(
         (a_rows + weight.depth).to(tl.pointer_type(tl.float32)),
         1,
@@ -270,6 +268,8 @@ def multiply_packed(a_rows, tensors, weight, expert, col, tile_cols, token, C: t
         C.TILE_M,
         C.TILE_N,
         C.TILE_K,
+        rows,
+        C.TILE_M <= LOW_TILE,
     )
 
 
@@ -333,7 +333,17 @@ def dispatch_grouped_matmul_kernel(
         block = walk.expert // block_experts
         token = wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE)
         if C.SCALED:
-            acc = multiply_packed(a_rows, tensors, weight, walk.expert, col, tile_cols, token, C)
+            acc = multiply_packed(
+                a_rows,
+                walk.end - first_row,
+                tensors,
+                weight,
+                walk.expert,
+                col,
+                tile_cols,
+                token,
+                C,
+            )
         else:
             acc = matmul_tile(
                 a_rows,
@@ -349,7 +359,7 @@ def dispatch_grouped_matmul_kernel(
                 C.TILE_K,
                 C.EVEN_K,
                 walk.end - first_row,
-                C.FEW_ROWS,
+                TILE_M <= LOW_TILE,
                 C.DEPTH_FIRST,
             )
         store_rows(acc, tensors.y, peers, first_row, walk.end, col, cols, TILE_M, C.TILE_N)
@@ -407,7 +417,6 @@ def launcher(
         TILE_K=c.tile_k,
         GROUP_M=c.group_m,
         EVEN_K=depth % c.tile_k == 0,
-        FEW_ROWS=c.tile_m <= 64,
         DEPTH_FIRST=turned,
         SCALED=fp8,
     )

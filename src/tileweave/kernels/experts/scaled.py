@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.matmul import BlockScales, matmul_blocks
-from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
+from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.launch import Call, Launcher
 
 TILE_N, TILE_K = 128, 128
@@ -95,6 +95,8 @@ def grouped_scaled_kernel(tensors, sizes, C: tl.constexpr):
             TILE_M,
             TILE_N,
             C.TILE_K,
+            walk.end - first_row,
+            TILE_M <= LOW_TILE,
         )
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         mask = (row < walk.end)[:, None] & (col < cols)[None, :]

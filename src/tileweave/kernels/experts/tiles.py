@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# Up to so many rows of a tile only those of its expert are read: experts often have few.
+LOW_TILE = tl.constexpr(64)
+
 
 class Walk(NamedTuple):
     """Where a program is: an expert, its first tile and the next expert's, and its rows [begin,
