@@ -14,7 +14,8 @@ from tests.support.worlds import Member, World, Worlds
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.ops.matmul.concurrent_gather import begin_gather, gather_of
-from tileweave.ops.matmul.cublas import Plain, multiply_shards
+from tileweave.ops.matmul.cublas import multiply_shards
+from tileweave.ops.matmul.products import Plain
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.protocol import TIMEOUT_US
 

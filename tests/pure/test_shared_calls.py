@@ -23,8 +23,9 @@ from tileweave.ops.matmul import (
     reduce_by_cublas,
 )
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
-from tileweave.ops.matmul.cublas import Plain, gather_then_multiply
+from tileweave.ops.matmul.cublas import gather_then_multiply
 from tileweave.ops.matmul.exchange_launch import exchange_launch
+from tileweave.ops.matmul.products import Plain
 from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig

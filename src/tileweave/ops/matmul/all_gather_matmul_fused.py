@@ -24,6 +24,7 @@ from tileweave.ops.matmul.gather_over_nodes import (
     push_over_nodes,
 )
 from tileweave.ops.matmul.inputs import ready
+from tileweave.ops.matmul.products import Plain, Product
 from tileweave.planning.matmul import exchange_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
@@ -33,7 +34,7 @@ from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.ops.matmul.concurrent_gather import GatherCall
-    from tileweave.ops.matmul.cublas import GatherThenMultiply, Product
+    from tileweave.ops.matmul.cublas import GatherThenMultiply
     from tileweave.ops.matmul.exchange_launch import ExchangeLaunch
     from tileweave.ops.matmul.scaled import ScaledProduct
 
@@ -66,14 +67,11 @@ def run_fused(
             out = x.new_empty(chosen.world_size * x.shape[0], w.shape[0])
         over_nodes.gather(x, w, bias, out, gathered, group_name, chosen)
         return out
-    library = config.kernel == "library"
-    if library and how is not None:
+    if config.kernel == "library":
+        if how is None:
+            return run_library((x,), Plain(w, bias), out, gathered, group_name, chosen)
         _, launch = ready(chosen, "library", group_name, _make_exchange, x, how, config)
         return launch.then_multiply(x, w, bias, out, gathered, chosen.checksum)
-    if library:
-        from tileweave.ops.matmul.cublas import Plain
-
-        return run_library((x,), Plain(w, bias), out, gathered, group_name, chosen)
     if out is None:
         rows = chosen.world_size * x.shape[0]
         if how is not None:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tileweave.kernels.all_reduce.norm import norm_launcher
-from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.matmul.inputs import ready
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall, fused_call
-from tileweave.ops.matmul.reduce_by_cublas import Added
+from tileweave.ops.matmul.products import Added
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import GATHER, Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.reduce_scatter.triton import Scaling
+    from tileweave.kernels.runtime.launch import Launcher
 
 OP = "matmul_all_reduce"
 
@@ -93,6 +92,8 @@ def _make(
     key = ("by tiles", x.shape, w.shape[0], sums.dtype, config, operands.scaling)
     call = instance.cache.get(key)
     if call is None:
+        from tileweave.kernels.all_reduce.norm import norm_launcher
+
         begin = s.rank * s.rows
         end = min(begin + s.rows, scatter.gathered)
         call = _Call(scatter, begin, end, norm_launcher(x.shape[0], s.cols))

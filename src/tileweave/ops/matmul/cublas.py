@@ -9,17 +9,15 @@ Tables and planners choose (``MatmulConfig.kernel == "library"``, and its transp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import linear
 
 from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_elements
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import GatherCall, begin
+from tileweave.ops.matmul.products import Product, Tensors
 from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
@@ -29,65 +27,6 @@ INSTANCE = (
 )
 WORD = 4  # bytes
 MOST_KEPT = 16 << 20  # bytes of gather(x): an allocation takes 4 us of 40
-Tensors = tuple[torch.Tensor, ...]
-Storing = Callable[[Tensors, torch.Tensor], torch.Tensor]
-
-
-class Product(Protocol):
-    """A matmul by cuBLAS of rows of x, given by their parts, and what it does not take from x:
-    :class:`Plain`, or ``scaled.ScaledProduct``."""
-
-    @property
-    def cols(self) -> int:
-        """Columns of the result."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the result."""
-        ...
-
-    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The result, in ``out`` if given."""
-        ...
-
-    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
-        """The parts of these rows of x."""
-        ...
-
-    def repeated(self) -> Storing:
-        """This product, for several calls with ``out``."""
-        ...
-
-
-class Plain(NamedTuple):
-    """x [rows, K] @ w [n, K].T + bias; x has one part."""
-
-    w: torch.Tensor
-    bias: torch.Tensor | None
-
-    @property
-    def cols(self) -> int:
-        return self.w.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.w.dtype
-
-    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:  # takes 4 us less than an allocation and mm(out=)
-            return linear(x[0], self.w, self.bias)
-        multiply(x[0], self.w, self.bias, out)
-        return out
-
-    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
-        return (x[0][begin : begin + rows],)  # narrow() takes half as long again
-
-    def repeated(self) -> Storing:
-        turned, bias = self.w.t(), self.bias  # turned once: each view takes 2 us
-        if bias is None:
-            return lambda x, out: torch.mm(x[0], turned, out=out)
-        return lambda x, out: torch.addmm(bias, x[0], turned, out=out)
 
 
 @dataclass(slots=True)
@@ -194,16 +133,6 @@ def multiply_shards(
                 kept[source].copy_(shard[0])
     finally:  # also when memory runs out: the next gather would find the signals of this one
         gathering.end(out, *(() if gathered is None else (gathered,)))
-
-
-def multiply(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """out = x @ w.T + bias."""
-    if bias is None:
-        torch.mm(x, w.t(), out=out)
-    else:
-        torch.addmm(bias, x, w.t(), out=out)
 
 
 def _launcher(

@@ -17,7 +17,8 @@ from tileweave.errors import require
 from tileweave.kernels.all_to_all.exchange import launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT, multiply
+from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT
+from tileweave.ops.matmul.products import multiply
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace

@@ -9,14 +9,16 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops.core.registry import endpoint
+from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
 from tileweave.ops.matmul.inputs import ready
+from tileweave.ops.matmul.matmul_reduce_scatter_fused import scaled_parts
+from tileweave.ops.matmul.products import Added, Plain, Product
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
-    from tileweave.ops.matmul.cublas import Product
-    from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
+    from tileweave.ops.matmul.reduce_by_cublas import MultiplyThenReduce
     from tileweave.ops.matmul.scaled import ScaledProduct
 
 OP = "matmul_all_reduce"
@@ -39,8 +41,7 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    by_tiles = config.transport == "copy_engine"
-    if not (config.multiplies_chunks or by_tiles or config.kernel == "library"):
+    if config.kernel != "library" and config.transport == "sm":
         norm = norm_weight is not None
         instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
         instance.begin(chosen.checksum)
@@ -49,21 +50,15 @@ def run_fused(
         finally:
             instance.launched()
         return
-    from tileweave.ops.matmul.reduce_by_cublas import Added
-
-    call = (Added(bias, residual, norm_weight, norm_eps), out, residual_out, group_name, chosen)
-    if config.multiplies_chunks:
+    added = Added(bias, residual, norm_weight, norm_eps)
+    if config.transport == "copy_engine":
+        reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
+    elif config.transport == "sm":
+        run_library((x,), Plain(w, None), added, out, residual_out, group_name, chosen)
+    else:
         from tileweave.ops.matmul import over_nodes
 
-        over_nodes.reduce(x, w, *call)
-    elif by_tiles:
-        from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
-
-        reduce_by_tiles(Operands(x, w), *call)
-    else:
-        from tileweave.ops.matmul.cublas import Plain
-
-        run_library((x,), Plain(w, None), *call)
+        over_nodes.reduce(x, w, added, out, residual_out, group_name, chosen)
 
 
 def run_scaled(
@@ -80,9 +75,6 @@ def run_scaled(
     config = chosen.config
     assert config is not None, "run_scaled needs a fused plan"
     if config.transport == "copy_engine":
-        from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
-        from tileweave.ops.matmul.matmul_reduce_scatter_fused import scaled_parts
-
         operands = Operands(*scaled_parts(x, product, out.dtype, config))
         reduce_by_tiles(operands, added, out, residual_out, group_name, chosen)
         return

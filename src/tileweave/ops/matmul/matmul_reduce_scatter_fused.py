@@ -18,6 +18,7 @@ from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
 from tileweave.ops.matmul.inputs import ready
+from tileweave.ops.matmul.products import Added, Plain, Product
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import cdiv, push_order
@@ -28,8 +29,7 @@ from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.reduce_scatter.triton import Scaling
-    from tileweave.ops.matmul.cublas import Product
-    from tileweave.ops.matmul.reduce_by_cublas import Added, MultiplyThenReduce
+    from tileweave.ops.matmul.reduce_by_cublas import MultiplyThenReduce
     from tileweave.ops.matmul.scaled import ScaledProduct
     from tileweave.ops.matmul.shards_by_cublas import ShardSums
 
@@ -47,17 +47,14 @@ def run_fused(
     """Make the fused call of plan ``chosen``: x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.multiplies_chunks:
+    if config.kernel != "library":
+        _run(x, w, bias, out, group_name, chosen, config, None, ())
+    elif config.transport == "nodes":
         from tileweave.ops.matmul import over_nodes
 
         over_nodes.scatter(x, w, bias, out, group_name, chosen)
-        return
-    if config.kernel == "library":
-        from tileweave.ops.matmul.cublas import Plain
-
+    else:
         run_library((x,), Plain(w, None), bias, out, group_name, chosen)
-        return
-    _run(x, w, bias, out, group_name, chosen, config, None, ())
 
 
 def run_scaled(
@@ -133,32 +130,29 @@ def run_library(
     assert config is not None, "the unfused path has no config"
     if config.transport == "copy_engine":
         made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
-        instance, (sums, added) = made
-        sums(instance, x, product, added(bias), out, chosen.checksum)
+        instance, sums = made
+        sums(instance, x, product, Added(bias), out, chosen.checksum)
         return
-    instance, (call, added) = ready(
+    instance, call = ready(
         chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
     )
-    call(instance, x, product, added(bias), out, None, chosen.checksum)
+    call(instance, x, product, Added(bias), out, None, chosen.checksum)
 
 
 def _make_sums(
     workspace: Workspace, _: torch.Tensor, product: Product, rows: int
-) -> tuple[Instance, tuple[ShardSums, type[Added]]]:
-    from tileweave.ops.matmul.reduce_by_cublas import Added
+) -> tuple[Instance, ShardSums]:
     from tileweave.ops.matmul.shards_by_cublas import shard_sums
 
-    instance, call = shard_sums(workspace, OP, rows, product)
-    return instance, (call, Added)
+    return shard_sums(workspace, OP, rows, product)
 
 
 def _make_by_cublas(
     workspace: Workspace, x: torch.Tensor, product: Product, rows: int, config: MatmulConfig
-) -> tuple[Instance, tuple[MultiplyThenReduce, type[Added]]]:
-    from tileweave.ops.matmul.reduce_by_cublas import Added, multiply_then_reduce
+) -> tuple[Instance, MultiplyThenReduce]:
+    from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
 
-    instance, call = multiply_then_reduce(workspace, x.shape[0], product, OP, rows, config)
-    return instance, (call, Added)
+    return multiply_then_reduce(workspace, x.shape[0], product, OP, rows, config)
 
 
 def _make(

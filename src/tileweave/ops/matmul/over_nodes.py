@@ -47,8 +47,7 @@ from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.ways import Ways, add_in_order, spanning_call
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
-from tileweave.ops.matmul.cublas import Plain, Storing, multiply
-from tileweave.ops.matmul.reduce_by_cublas import Added
+from tileweave.ops.matmul.products import Added, Plain, Storing, multiply
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.chunks import EVEN, GROWING, SHRINKING, chunks_by_weight

@@ -9,7 +9,6 @@ x 14336 on two H100: 795 us in one chunk, 824 to 1086 us in two or four).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,19 +17,10 @@ from tileweave.kernels.all_reduce.collective import Shards, launcher, slot_eleme
 from tileweave.kernels.all_reduce.norm import norm_launcher, norm_quantize_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.core.registry import endpoint
-from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT, Product, Tensors
+from tileweave.ops.matmul.cublas import INSTANCE, MOST_KEPT
+from tileweave.ops.matmul.products import Added, Product, Tensors
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.workspace import Instance, Workspace
-
-
-class Added(NamedTuple):
-    """What is added to the sum, and what it is normalised with; None where there is none."""
-
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    norm_weight: torch.Tensor | None = None
-    norm_eps: float = 0.0
-    quantize: str = ""  # "row" or "block": the norm becomes FP8, with scales
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from tileweave.ops.matmul.inputs import (
     check_traced,
     plan_for,
 )
+from tileweave.ops.matmul.products import Added, Plain
 from tileweave.ops.matmul.quantize import quantize_rows
 from tileweave.ops.matmul.scaled import (
     FP8,
@@ -75,9 +76,6 @@ from tileweave.planning.matmul import (
 )
 from tileweave.planning.problem import FAST, MatmulConfig, Plan
 from tileweave.planning.topology import Topology
-
-if TYPE_CHECKING:
-    from tileweave.ops.matmul.reduce_by_cublas import Added
 
 AG, RS, AR = all_gather_matmul_fused.OP, matmul_reduce_scatter_fused.OP, matmul_all_reduce_fused.OP
 NAMES = {
@@ -153,8 +151,6 @@ def _prepare(
         lambda ranks: plan(op, x, w.shape[0], ranks, _scales(call), w.dtype),
     )
     if w_scale is None:
-        from tileweave.ops.matmul.cublas import Plain  # loads triton
-
         return Planned(chosen, Plain(w, None), (x,))
     of_x, of_w = _kind(x, call.x_scale, w, w_scale, call.quantize)
     added = bias if op == AG else None
@@ -371,8 +367,6 @@ def reduce(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    from tileweave.ops.matmul.reduce_by_cublas import Added
-
     call = Call(x, x_scale, w, w_scale, out, out_dtype, fast_accum, quantize)
     made = _prepare(
         AR,

@@ -49,6 +49,7 @@ from tileweave.ops.matmul import scaled_operators as scaled
 from tileweave.ops.matmul.backward import GatherBackward
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
 from tileweave.ops.matmul.inputs import accept, as_rows, check_traced
+from tileweave.ops.matmul.products import Added
 from tileweave.ops.matmul.quantize import (
     quantize_both_columns,
     quantize_both_rows,
@@ -272,8 +273,6 @@ def _forward(
         return scaled.run_gather(made, group_name)
     if op == RS:
         return scaled.run_scatter(made, bias, group_name)
-    from tileweave.ops.matmul.reduce_by_cublas import Added  # loads triton
-
     return scaled.run_reduce(made, Added(bias), group_name)[0]
 
 

@@ -15,8 +15,7 @@ from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import await_frozen_slot, copy_slot, endpoint
-from tileweave.ops.matmul.cublas import Product, Tensors
-from tileweave.ops.matmul.reduce_by_cublas import Added
+from tileweave.ops.matmul.products import Added, Product, Tensors
 from tileweave.planning.schedules.gather import push_order
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import CALL, GATHER, Instance, Workspace

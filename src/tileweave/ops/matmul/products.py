@@ -1,0 +1,90 @@
+"""Matmuls by cuBLAS, as the calls that communicate before or after them take them.
+
+No triton: operators make these in each call, and importing them must not load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+Tensors = tuple[torch.Tensor, ...]
+Storing = Callable[[Tensors, torch.Tensor], torch.Tensor]
+linear: Any = functional.linear  # whose stub lacks out=
+
+
+class Product(Protocol):
+    """A matmul by cuBLAS of rows of x, given by their parts, and what it does not take from x:
+    :class:`Plain`, or ``scaled.ScaledProduct``."""
+
+    @property
+    def cols(self) -> int:
+        """Columns of the result."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the result."""
+        ...
+
+    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The result, in ``out`` if given."""
+        ...
+
+    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
+        """The parts of these rows of x."""
+        ...
+
+    def repeated(self) -> Storing:
+        """This product, for several calls with ``out``."""
+        ...
+
+
+class Plain(NamedTuple):
+    """x [rows, K] @ w [n, K].T + bias; x has one part."""
+
+    w: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def cols(self) -> int:
+        return self.w.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w.dtype
+
+    def __call__(self, x: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:  # takes 4 us less than an allocation and mm(out=)
+            return linear(x[0], self.w, self.bias)
+        multiply(x[0], self.w, self.bias, out)
+        return out
+
+    def rows_of(self, x: Tensors, begin: int, rows: int) -> Tensors:
+        return (x[0][begin : begin + rows],)  # narrow() takes half as long again
+
+    def repeated(self) -> Storing:
+        turned, bias = self.w.t(), self.bias  # turned once: each view takes 2 us
+        if bias is None:
+            return lambda x, out: torch.mm(x[0], turned, out=out)
+        return lambda x, out: torch.addmm(bias, x[0], turned, out=out)
+
+
+class Added(NamedTuple):
+    """What is added to the sum, and what it is normalised with; None where there is none."""
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 0.0
+    quantize: str = ""  # "row" or "block": the norm becomes FP8, with scales
+
+
+def multiply(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out = x @ w.T + bias."""
+    linear(x, w, bias, out=out)  # takes 1 us less than a view w.t() and mm
