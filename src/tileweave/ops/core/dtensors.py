@@ -97,15 +97,18 @@ def _on_shards(
 def refuse_dtensors(**arguments: Any) -> None:
     """Refuse DTensors as arguments (tensors, lists of them, None) of an operator that takes plain
     tensors only: torch would not say what to pass."""
-    given = [(name, t) for name, value in arguments.items() for t in _each(value)]
-    if all(t is None or type(t) in PLAIN for _, t in given):
-        return
+    for name, value in arguments.items():
+        if value is not None and type(value) not in PLAIN:
+            _refuse_dtensors(name, _each(value))
+
+
+def _refuse_dtensors(name: str, values: list[Any]) -> None:
     from torch.distributed.tensor import DTensor
 
-    for name, t in given:
+    for t in values:
         require(
             not isinstance(t, DTensor),
-            lambda t=t, name=name: f"{name} as a DTensor with placements {t.placements}",
+            lambda t=t: f"{name} as a DTensor with placements {t.placements}",
             "a plain tensor, this rank's part as the operator describes it",
             f"pass {name}.to_local(), after redistribute() if that is not the part",
         )

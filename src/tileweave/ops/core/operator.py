@@ -18,6 +18,7 @@ from tileweave.errors import UnsupportedError
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype))
+_STRIDED = torch.strided
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther  # excluded with all of autograd
 
 _has_function_mode = torch._C._is_torch_function_mode_enabled
@@ -80,22 +81,27 @@ class Operator:
                     refuse_transformed(self.name, values)
         return getattr(getattr(torch.ops.tileweave, self.name), self.overload)(*args, **results)
 
-    def _around_torch(self, values: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """What torch's dispatcher would call; None where it would do more than that."""
+    def _around_torch(
+        self, values: Iterable[Any], lists: bool = False
+    ) -> Callable[..., Any] | None:
+        """What torch's dispatcher would call; None where it would do more than that. ``lists``:
+        the values are elements of lists, too."""
         on_gpu, records = None, False
-        lists = list in map(type, values)
-        for value in _with_elements(values) if lists else values:
+        for value in values:
             kind = type(value)
-            if kind in _TENSORS:
-                here = value.is_cuda
-                if on_gpu is None:
-                    on_gpu = here
-                plain = value.layout is torch.strided and (here or value.is_cpu)
-                if here is not on_gpu or not plain or value.is_neg():
+            if kind in _CONSTANTS:
+                continue
+            if kind not in _TENSORS:
+                if kind is not list or lists:
                     return None
-                records = records or value.requires_grad
-            elif kind not in _CONSTANTS:
+                return self._around_torch(_with_elements(values), True)
+            here = value.is_cuda
+            if on_gpu is None:
+                on_gpu = here
+            plain = value.layout is _STRIDED and (here or value.is_cpu)
+            if here is not on_gpu or not plain or value.is_neg():
                 return None
+            records = records or value.requires_grad
         if (
             on_gpu is None
             or _has_function_mode()
@@ -142,7 +148,7 @@ def _has_tangent(t: torch.Tensor) -> bool:
         return forward_ad.unpack_dual(t).tangent is not None
 
 
-def _with_elements(values: tuple[Any, ...]) -> list[Any]:
+def _with_elements(values: Iterable[Any]) -> list[Any]:
     """These values; of lists the elements."""
     return [each for value in values for each in (value if type(value) is list else (value,))]
 

@@ -59,7 +59,7 @@ from tileweave.ops.experts.kept_tokens import new_kept, receive, rows_of
 from tileweave.ops.experts.route_tokens import make_plan
 from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, plan_grouped, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
-from tileweave.ops.matmul.scaled_calls import Scaling
+from tileweave.ops.matmul.scaled_calls import scaling_of
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
@@ -166,7 +166,7 @@ def dispatch_grouped_matmul(
     Sources: DeepEP; Comet, arXiv 2502.19811.
     """
     name = name_of(group)
-    scaling = Scaling(x_scale, w_scale, quantize, out_dtype)
+    scaling = scaling_of(x_scale, w_scale, quantize, out_dtype)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
     as_fp8 = check_own(OP, name, scaled.arguments_of, OP, x, experts, scaling, out)
     x = contiguous(x, "x", OP)
@@ -471,7 +471,7 @@ def explain(
     if isinstance(topk_ids, int):
         topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
     _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
-    scaled.check_explained(OP, x, experts, Scaling(x_scale, w_scale, quantize, out_dtype))
+    scaled.check_explained(OP, x, experts, scaling_of(x_scale, w_scale, quantize, out_dtype))
     if plan is None:
         assert topk_ids is not None, "checked above"
         most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]

@@ -52,7 +52,7 @@ from tileweave.ops.experts.gradients import combine_gradients
 from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, plan_grouped, routing_plan
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
-from tileweave.ops.matmul.scaled_calls import Scaling
+from tileweave.ops.matmul.scaled_calls import scaling_of
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.transport.workspace import REGISTRY
@@ -139,7 +139,7 @@ def grouped_matmul_combine(
     name = name_of(group)
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
-    scaling = Scaling(y_scale, w_scale, None, out_dtype)
+    scaling = scaling_of(y_scale, w_scale, None, out_dtype)
     as_fp8 = check_own(OP, name, scaled.arguments_of, OP, y, experts, scaling, out)
     if as_fp8 is not None:
         return scaled.call(OP, (y, y_scale, experts, w_scale, *sizes, name, *as_fp8), out)
@@ -411,7 +411,7 @@ def explain(
     """Return the plan of a call with these tensors: which path it takes, and why. Sends nothing."""
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
-    scaling = Scaling(y_scale, w_scale, None, out_dtype)
+    scaling = scaling_of(y_scale, w_scale, None, out_dtype)
     if not scaled.check_explained(OP, y, experts, scaling):
         check_inputs(y, experts, plan, None, None)
     ranks = known_topology_of(plan.group_name, plan.world_size)

@@ -51,7 +51,11 @@ NAMES = {DISPATCH: "dispatch_grouped_scaled_matmul", COMBINE: "grouped_scaled_ma
 
 
 def arguments_of(
-    op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling, out: torch.Tensor | None
+    op: str,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    given: Scaling | None,
+    out: torch.Tensor | None,
 ) -> tuple[str, ...] | None:
     """The last arguments of the torch operator for a public call; None for a call without FP8.
     x: y of ``grouped_matmul_combine``.
@@ -59,7 +63,7 @@ def arguments_of(
     Checks only what the operator cannot check: that the tensors it needs are there, and gradients,
     which it does not see while torch traces.
     """
-    if not given.given:
+    if given is None:
         return None
     refuse_gradients(x, given.x_scale, experts, given.w_scale, out)
     name, quantize = ("x" if op == DISPATCH else "y"), given.quantize or ""
@@ -71,10 +75,10 @@ def arguments_of(
     return (out_dtype, quantize) if op == DISPATCH else (out_dtype,)
 
 
-def check_explained(op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling) -> bool:
+def check_explained(op: str, x: torch.Tensor, experts: torch.Tensor, given: Scaling | None) -> bool:
     """Whether a call has FP8 operands. Raises for operands that do not fit."""
     found = arguments_of(op, x, experts, given, None)
-    if found is None:
+    if given is None or found is None:
         return False
     out_dtype, quantize = found if op == DISPATCH else (*found, "")
     name = "x" if op == DISPATCH else "y"

@@ -201,8 +201,8 @@ def all_gather_matmul(
             out=into,
         )
         return _batch_first(found) if out is None else out
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.given:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None:
         refused = {"cols": cols, "main_grad": main_grad, "return_gathered": return_gathered}
         if scaling.trains:
             return training.call(OP, x, w, bias, scaling, name, {**refused, "out": out})
@@ -399,8 +399,8 @@ def explain(
     if gather_dim != 0:
         x_scale = calls.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "gather_dim", gather_dim)
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.given:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None:
         refused = {"cols": cols, "main_grad": main_grad}
         if scaling.trains:
             return training.explain(OP, x, w, bias, scaling, group)

@@ -210,7 +210,7 @@ def _forward(
     *,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    how = Exchange(scatter_dim, gather_dim)
+    how = as_exchange(scatter_dim, gather_dim)
     options = (scatter_dim, gather_dim, keep)
     chosen = accept(
         OP,
@@ -232,7 +232,7 @@ def _forward(
         return y, exchanged if keep else None
     kept = None
     if keep:
-        kept = x.new_empty(how.result(x.shape[0], x.shape[1], chosen.world_size))
+        kept = x.new_empty(*how.result(x.shape[0], x.shape[1], chosen.world_size))
     return run_fused(x, w, bias, out, kept, group_name, chosen, how=how), kept
 
 

@@ -53,7 +53,7 @@ def as_rows(x: torch.Tensor, w: torch.Tensor, op: str) -> torch.Tensor:
             "tensors",
             "pass a torch.Tensor",
         )
-    rows = contiguous(x, "x", op)
+    rows = x if x.is_contiguous() else contiguous(x, "x", op)
     if x.dim() == 2:
         return rows
     require(
@@ -388,7 +388,6 @@ def accept(
     agreed : lists of int, optional
         The sizes that ranks must agree on, in place of all shapes of what the call reads.
     """
-    inputs = (x, w, *others)
     workspace = REGISTRY.find(group_name, x.device)  # so the device of x is no part of a signature
     signature = (
         op,
@@ -400,8 +399,7 @@ def accept(
         w.stride(),
         w.dtype,
         w.get_device(),
-        *map(_facts, others),
-        *map(_facts, results),
+        *[t if t is None else _facts(t) for t in (*others, *results)],
     )
     if workspace is None:
         accepted = REGISTRY.accepted(group_name, x.device)
@@ -410,8 +408,10 @@ def accept(
     chosen = accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
-        refuse_alias(results, inputs)
+        if results[0] is not None:
+            refuse_alias(results, (x, w, *others))
         return chosen
+    inputs = (x, w, *others)
     group = group_of(group_name)
     size = dist.get_world_size(group)
 
@@ -441,8 +441,8 @@ def accept(
     return chosen
 
 
-def _facts(t: torch.Tensor | None) -> tuple[object, ...] | None:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+def _facts(t: torch.Tensor) -> tuple[object, ...]:
+    return t.shape, t.stride(), t.dtype, t.get_device()
 
 
 def explain_matmul(

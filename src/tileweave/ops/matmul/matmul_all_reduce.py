@@ -212,13 +212,14 @@ def matmul_all_reduce(
     rows, given, flat, flat_residual = check_own(OP, name, _as_called, x, w, bias, *more)
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.trains:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None and scaling.trains:
         names = ("residual", "norm_weight", "out", "main_grad", "quantize_out")
         values = (residual, norm_weight, out, main_grad, quantize_out)
         refused: dict[str, object] = dict(zip(names, values, strict=True))
         return training.call(OP, x, w, bias, scaling, name, refused)
-    if scaling.given or quantize_out is not None:
+    if scaling is not None or quantize_out is not None:
+        scaling = scaling or calls.Scaling()
         refused = {"main_grad": main_grad}
         call = check_own(OP, name, calls.as_called, OP, x, w, scaling, out, _ALLOWED, refused)
         added = (bias, given, norm_weight, norm_eps)
@@ -464,10 +465,10 @@ def explain(
     rows, given, flat, flat_residual = _as_called(
         x, w, bias, residual, norm_weight, out, residual_out, main_grad=main_grad
     )
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.trains:
-        return training.explain(OP, x, w, bias, scaling, group)
-    if scaling.given:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None:
+        if scaling.trains:
+            return training.explain(OP, x, w, bias, scaling, group)
         call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, {"main_grad": main_grad})
         return fp8.explain(OP, call, bias, group)
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)

@@ -195,7 +195,7 @@ def _forward(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    how = Exchange(scatter_dim, gather_dim)
+    how = as_exchange(scatter_dim, gather_dim)
     options = (scatter_dim, gather_dim)
     chosen = accept(
         OP,
@@ -211,7 +211,10 @@ def _forward(
     if chosen.config is None:
         log_fallback(OP, chosen)
         return reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options, out)
-    y = x.new_empty(how.result(x.shape[0], w.shape[0], chosen.world_size)) if out is None else out
+    if out is None:
+        y = x.new_empty(*how.result(x.shape[0], w.shape[0], chosen.world_size))
+    else:
+        y = out
     run_fused(x, w, bias, y, how, group_name, chosen)
     return y
 

@@ -190,8 +190,8 @@ def matmul_reduce_scatter(
             out=into,
         )
         return y.transpose(0, 1) if out is None else out
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.given:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None:
         refused = {"depth": depth, "main_grad": main_grad}
         if scaling.trains:
             return training.call(OP, x, w, bias, scaling, name, {**refused, "out": out})
@@ -392,8 +392,8 @@ def explain(
     if scatter_dim != 0:
         x_scale = calls.sequence_first(x_scale, x)
         x, out = sequence_first(x, out, "scatter_dim", scatter_dim)
-    scaling = calls.Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
-    if scaling.given:
+    scaling = calls.scaling_of(x_scale, w_scale, quantize, out_dtype, fast_accum)
+    if scaling is not None:
         refused = {"depth": depth, "main_grad": main_grad}
         if scaling.trains:
             return training.explain(OP, x, w, bias, scaling, group)

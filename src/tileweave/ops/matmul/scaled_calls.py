@@ -22,15 +22,24 @@ class Scaling(NamedTuple):
     fast_accum: bool = False
 
     @property
-    def given(self) -> bool:
-        """Whether the call has FP8 operands, or makes them."""
-        return any(value is not None and value is not False for value in self)
-
-    @property
     def trains(self) -> bool:
         """Whether x and w are quantised in the call, with gradients; see
         ``scaled_training.py``."""
         return self.quantize in RECIPES
+
+
+def scaling_of(
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    quantize: str | None,
+    out_dtype: torch.dtype | None,
+    fast_accum: bool = False,
+) -> Scaling | None:
+    """What a public call says about FP8; None if it has no FP8 operands, and makes none."""
+    without = fast_accum is None or fast_accum is False
+    if without and x_scale is w_scale is quantize is out_dtype is None:
+        return None
+    return Scaling(x_scale, w_scale, quantize, out_dtype, fast_accum)
 
 
 def as_called(
