@@ -265,7 +265,7 @@ def test_what_is_listened_to_is_launched_by_triton(
     found = prepared(arguments)
     monkeypatch.setattr(launch, "prepare", lambda *rest: made.append(rest) or found)
     named = dict(zip(every_kind_kernel.arg_names, arguments, strict=True))
-    call = launch.Call("one", (4096, 9), lambda: named, (8192,))
+    call: launch.Call = ("one", (4096, 9), lambda: named, (8192,))
     launches = launch.Launcher(
         every_kind_kernel, 3, {}, lambda: call, words=["x", "count"], maps=["desc"]
     )
@@ -318,7 +318,7 @@ def test_a_matmul_is_launched_again_with_what_changed(
     (prepared,) = again.prepared.values()
     assert prepared is not None
     seen = parameters(prepared, on_a_device.launches[-1][2])
-    wanted = launch.flat({**again.fixed, **again._pack(*second).changing()})
+    wanted = launch.flat({**again.fixed, **again._pack(*second)[2]()})
     del wanted["tensors.partials"]  # allocated by each call
     compared = [name for name in seen if name in wanted and not name.endswith("_desc")]
     groups = {name.partition(".")[0] for name in compared}

@@ -394,6 +394,6 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     whole, parts = chosen(x, w, out), chosen(x, w, moved(out))
     for launcher, own in ((whole, True), (parts, push)):
         assert launcher.kernel is hopper.matmul_reduce_scatter_hopper_kernel
-        choices = launcher._pack(x, w, None, out, None, 0).changing()["C"]
+        choices = launcher._pack(x, w, None, out, None, 0)[2]()["C"]
         assert own == choices.WHOLE, "what no TMA can store is stored by the warps that multiply"
     assert whole is not parts, "each choice is kept under its own key"

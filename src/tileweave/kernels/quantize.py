@@ -173,7 +173,7 @@ def quantize_launcher(
                 "other_scale": other_scale,
             }
 
-        return Call((x.dtype, *[word % 16 == 0 for word in words]), words, changing)
+        return (x.dtype, *[word % 16 == 0 for word in words]), words, changing, ()
 
     fixed = {
         "pitch": pitch.data,
@@ -309,7 +309,7 @@ def columns_launchers(
                 found["scale"], found["other_scale"] = made[2:]
             return found
 
-        return Call((tensors[0].dtype, *[word % 16 == 0 for word in words]), words, changing)
+        return (tensors[0].dtype, *[word % 16 == 0 for word in words]), words, changing, ()
 
     sizes = {"rows": rows, "cols": cols, "other_cols": other_cols, "WHOLE": whole}
     sizes["BOTH"] = other_cols > 0

@@ -144,21 +144,22 @@ def shard_launches(
     def pack_all(x: torch.Tensor, whole: torch.Tensor) -> Call:
         words = x.data_ptr(), whole.data_ptr()
         aligned = words[0] % 16 == 0, words[1] % 16 == 0
-        return Call(aligned, words, lambda: {"x": x, "slot": whole})
+        return aligned, words, lambda: {"x": x, "slot": whole}, ()
 
     def pack_wait(source: int) -> Call:
-        return Call(None, (source,), lambda: {"source": source})
+        return None, (source,), lambda: {"source": source}, ()
 
     def pack_end(made: Sequence[torch.Tensor]) -> Call:
         out, more = made[0], made[-1]
         words = (out.data_ptr(), more.data_ptr(), out.numel(), more.numel())
         variant = (
             out.dtype,
-            *(at % 16 == 0 for at in words[:2]),
-            *(size < 2**31 for size in words[2:]),
+            words[0] % 16 == 0,
+            words[1] % 16 == 0,
+            words[2] < 2**31,
+            words[3] < 2**31,
         )
-        numbers = {"size": words[2], "more_size": words[3]}
-        return Call(variant, words, lambda: {"out": out, "more": more, **numbers})
+        return variant, words, lambda: dict(zip(changing, (out, more, *words[2:]), strict=True)), ()
 
     fixed = {"peers": peers, "rank": rank, "WORLD_SIZE": world_size, "BLOCK": BLOCK}
     changing = ("out", "more", "size", "more_size")

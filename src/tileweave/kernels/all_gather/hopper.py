@@ -531,7 +531,7 @@ def launcher(
         if scales is not None:
             aligned += tuple(end % 16 == 0 for end in ends)
         variant = (*aligned, bias is None, gathered is None, trace is None)
-        return Call(variant, words, changing, bases)
+        return variant, words, changing, bases
 
     # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
     return Launcher(

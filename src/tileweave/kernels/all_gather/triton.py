@@ -94,7 +94,7 @@ from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_gather.arrivals import copy_gathered, wait_sources
 from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
@@ -594,9 +594,9 @@ def launcher(
                 "C": chosen,
             }
 
-        aligned = [word % 16 == 0 for word in words]
-        variant = (*aligned, bias is None, gathered is None, trace is None, out.dtype)
-        return Call(variant, (*words, slot), changing)
+        absent = bias is None, gathered is None, trace is None
+        variant = (alignment(words), *absent, out.dtype)
+        return variant, (*words, slot), changing, ()
 
     return Launcher(
         all_gather_matmul_kernel,

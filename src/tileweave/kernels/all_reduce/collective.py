@@ -60,7 +60,7 @@ from tileweave.device.triton.peers import (
 )
 from tileweave.device.triton.self_signaling import expected_zero, put_marked, unmarked
 from tileweave.errors import require
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
@@ -406,10 +406,7 @@ def launcher(
             )
             return {"tensors": added, "C": chosen}
 
-        aligned: object = (words[0] | words[1] | words[2] | to) & 15 == 0
-        if not aligned:
-            aligned = tuple(word % 16 == 0 for word in words)
-        return Call((bias is None, residual is None, aligned), words, changing)
+        return (bias is None, residual is None, alignment(words)), words, changing, ()
 
     blocks = cdiv(shards.rows, rows) * cdiv(shards.cols, cols)
     programs = min(num_sms * max(1, WARPS // config.num_warps), blocks)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.quantize import GROUP, greatest_of, quantized
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 
 BLOCK = 2048  # columns that a program reads at once
 
@@ -53,7 +53,7 @@ def norm_launcher(rows: int, cols: int) -> Launcher:
         def changing() -> dict[str, Any]:
             return {"y": y, "weight": weight, "out": out, "eps": eps}
 
-        return Call(tuple(word % 16 == 0 for word in words), (*words, eps), changing)
+        return alignment(words), (*words, eps), changing, ()
 
     fixed = {"cols": cols, "BLOCK": BLOCK}
     return Launcher(norm_kernel, rows, fixed, pack, ("y", "weight", "out", "eps"), num_warps=4)
@@ -90,7 +90,7 @@ def norm_quantize_launcher(rows: int, cols: int, in_blocks: bool) -> Launcher:
         def changing() -> dict[str, Any]:
             return {"y": y, "weight": weight, "data": data, "scale": scale, "eps": eps}
 
-        return Call((y.dtype, *(word % 16 == 0 for word in words)), (*words, eps), changing)
+        return (y.dtype, *(word % 16 == 0 for word in words)), (*words, eps), changing, ()
 
     block = max(triton.next_power_of_2(cols), GROUP)
     fixed = {"rows": rows, "cols": cols, "BLOCK": block, "GROUP": GROUP if in_blocks else block}

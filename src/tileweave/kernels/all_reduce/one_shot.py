@@ -61,7 +61,7 @@ from tileweave.device.triton.signal import PUSHED_US, notify, wait
 from tileweave.errors import require
 from tileweave.kernels.all_reduce.norm import BLOCK as NORM_BLOCK
 from tileweave.kernels.all_reduce.norm import norm_row
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
@@ -324,8 +324,8 @@ def launcher(
             )
             return {"tensors": tensors, "eps": eps, "C": choices}
 
-        variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
-        return Call(variant, (*words, eps), changing)
+        variant = (bias is None, residual is None, alignment(words))
+        return variant, (*words, eps), changing, ()
 
     place_size = num_tiles * c.tile_m * c.tile_n
     fixed = {

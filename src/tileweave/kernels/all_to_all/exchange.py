@@ -40,7 +40,7 @@ import triton.language as tl
 
 from tileweave.device.triton.peers import faulted, leave_early, load_epoch, slots_at, take_each
 from tileweave.device.triton.self_signaling import expected_zero, put_marked
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
@@ -167,7 +167,7 @@ def launcher(
 
     def pack(x: torch.Tensor, out: torch.Tensor) -> Call:
         words = (x.data_ptr(), out.data_ptr())
-        return Call(tuple(word % 16 == 0 for word in words), words, lambda: {"x": x, "out": out})
+        return alignment(words), words, lambda: {"x": x, "out": out}, ()
 
     fixed = {
         "peers": peers,

@@ -91,7 +91,7 @@ def launcher(
             }
 
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
-        return Call(variant, (bias_at, to, partials.data_ptr(), slot), changing, bases)
+        return variant, (bias_at, to, partials.data_ptr(), slot), changing, bases
 
     out_size = s.world_size * rows * s.cols
     fixed = {

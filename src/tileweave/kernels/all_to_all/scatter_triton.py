@@ -80,7 +80,7 @@ from tileweave.device.triton.self_signaling import put_marked
 from tileweave.device.triton.signal import MAX_SLICES, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import scheduled, store_rows, tile_place
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
@@ -370,7 +370,7 @@ def launcher(
             chosen = choices._replace(HAS_BIAS=bias is not None)
             return {"tensors": tensors, "slot": slot, "C": chosen}
 
-        return Call((bias is None, *(at % 16 == 0 for at in words)), (*words, slot), changing)
+        return (bias is None, alignment(words)), (*words, slot), changing, ()
 
     x_step, w_step, out_pitch, out_step = steps(how, rows, s.cols, s.world_size)
     sizes = Sizes(

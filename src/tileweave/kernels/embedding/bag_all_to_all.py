@@ -254,7 +254,7 @@ def launcher(
 
         # what Triton specialises for
         variant = (number < 2**31, weights is None, *(at % 16 == 0 for at in words))
-        return Call(variant, (*words, region, number), changing)
+        return variant, (*words, region, number), changing, ()
 
     fixed = {
         "peers": peers,

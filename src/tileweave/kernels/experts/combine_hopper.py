@@ -494,7 +494,7 @@ def launcher(
             }
 
         variant = (weights is None, *(at % 16 == 0 for at in pointers))
-        return Call(variant, [*pointers, out.shape[0]], changing, bases)
+        return variant, [*pointers, out.shape[0]], changing, bases
 
     fixed = fixed_arguments(peers, s, c, rank, dtype)
     options = {"num_warps": c.num_warps, "maxnreg": REGISTERS}

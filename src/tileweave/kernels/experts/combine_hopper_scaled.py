@@ -287,7 +287,7 @@ def launcher(
             }
 
         variant = (weights is None, *(at % 16 == 0 for at in pointers))
-        return Call(variant, [*pointers, out.shape[0]], changing, bases)
+        return variant, [*pointers, out.shape[0]], changing, bases
 
     return Launcher(
         grouped_matmul_combine_scaled_kernel,

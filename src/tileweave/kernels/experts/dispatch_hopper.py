@@ -299,7 +299,7 @@ def packing(choices: Choices, bound: int, w: torch.Tensor) -> Callable[..., Call
                 "C": c._replace(BY_TMA=by_tma),
             }
 
-        return Call(aligned, words, changing, (weight, target))
+        return aligned, words, changing, (weight, target)
 
     return pack
 

@@ -319,19 +319,20 @@ def launcher(
         rows: torch.Tensor,
         placed: torch.Tensor,
     ) -> Call:
-        call, address = pack_others(x, w, y, fields), rows.data_ptr()
+        variant, words, others, addresses = pack_others(x, w, y, fields)
+        address = rows.data_ptr()
 
         def changing() -> dict[str, Any]:
             rows_desc = descriptor(address, rows.dtype, [bound, depth], depth, tile)
             return {
-                **call.changing(),
+                **others(),
                 "placement": Placement(rows, placed),
                 "rows_desc": rows_desc,
             }
 
         # both are allocated for this call, so they are aligned
-        words = (*call.words, address, placed.data_ptr())
-        return Call(call.variant, words, changing, (*call.addresses, address))
+        words = (*words, address, placed.data_ptr())
+        return variant, words, changing, (*addresses, address)
 
     ordered = Launcher(
         dispatch_grouped_matmul_ordered_kernel,

@@ -262,7 +262,7 @@ def launcher(
             }
 
         aligned = tuple(word % 16 == 0 for word in words)
-        return Call((y.dtype, *aligned), words, changing, (first, weight, target))
+        return (y.dtype, *aligned), words, changing, (first, weight, target)
 
     scaled = Launcher(
         dispatch_grouped_matmul_scaled_kernel,

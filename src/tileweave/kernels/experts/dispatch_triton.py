@@ -444,7 +444,7 @@ def launcher(
             rows_aligned = aligned[0] and pitch * x.element_size() % 16 == 0
             return {"tensors": tensors, "C": choices._replace(ALIGNED=rows_aligned)}
 
-        return Call(tuple(aligned), words, changing)
+        return tuple(aligned), words, changing, ()
 
     return Launcher(
         dispatch_grouped_matmul_kernel,

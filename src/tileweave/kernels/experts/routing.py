@@ -217,8 +217,12 @@ def launcher(
         units = min(most, cut.units(world_size, max_tokens, topk, num_sms))
         kernels = [(count_kernel, cut.slices + units), (place_kernel, units)]
         fixed["span"] = cut.span(world_size * size, num_sms)
+
+    def packed(call: Call) -> Call:
+        return call
+
     launches = [
-        Launcher(kernel, programs, fixed, Call, WORDS, num_warps=NUM_WARPS)
+        Launcher(kernel, programs, fixed, packed, WORDS, num_warps=NUM_WARPS)
         for kernel, programs in kernels
     ]
     fields = begins[:-1]
@@ -233,6 +237,6 @@ def launcher(
             return {"tensors": tensors, "tokens": tokens}
 
         for one in launches:
-            one(variant, words, changing)
+            one((variant, words, changing, ()))
 
     return launch

@@ -121,7 +121,7 @@ def pack(
     tensors = Tensors(x, x_scale, w, w_scale, y, offsets)
     words = [t.data_ptr() for t in tensors]
     aligned = tuple(word % 16 == 0 for word in words)
-    return Call((y.dtype, *aligned), words, lambda: {"tensors": tensors})
+    return (y.dtype, *aligned), words, lambda: {"tensors": tensors}, ()
 
 
 def launcher(sizes: Sizes, num_sms: int) -> Launcher:

@@ -168,7 +168,7 @@ def launcher(sizes: Sizes, num_sms: int) -> Launcher:
             }
 
         aligned = tuple(word % 16 == 0 for word in words)
-        return Call((y.dtype, *aligned), words, changing, (words[0], words[2], target))
+        return (y.dtype, *aligned), words, changing, (words[0], words[2], target)
 
     return Launcher(
         grouped_scaled_hopper_kernel,

@@ -616,7 +616,7 @@ def launcher(
 
         ends = [scale.data_ptr() for scale in scales]
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None, *(at % 16 == 0 for at in ends))
-        return Call(variant, (bias_at, to, partials.data_ptr(), *ends, slot), changing, bases)
+        return variant, (bias_at, to, partials.data_ptr(), *ends, slot), changing, bases
 
     fixed = {
         "slot0_desc": slot0_desc,

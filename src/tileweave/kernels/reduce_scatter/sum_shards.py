@@ -48,7 +48,7 @@ from tileweave.device.triton.peers import (
 )
 from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.all_gather.await_shards import await_source
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 
@@ -114,7 +114,7 @@ def sum_launcher(
             named: dict[str, Any] = dict(zip(_CHANGING, tensors, strict=True))
             return named | {"HAS_BIAS": bias is not None}
 
-        return Call((bias is None, *(word % 16 == 0 for word in words)), words, changing)
+        return (bias is None, alignment(words)), words, changing, ()
 
     fixed = {"peers": peers, "rank": rank, "size": size, "cols": cols}
     fixed |= {"WORLD_SIZE": world_size, "BLOCK": BLOCK}

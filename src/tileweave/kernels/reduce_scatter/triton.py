@@ -119,7 +119,7 @@ from tileweave.device.triton.peers import (
 from tileweave.device.triton.self_signaling import put_marked
 from tileweave.device.triton.signal import MAX_SLICES, REDUCED, count_in, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
@@ -629,7 +629,7 @@ def launcher(
             return {"tensors": tensors, "scales": given, "slot": slot, "C": chosen}
 
         absent = bias is None, residual is None
-        return Call((*absent, *(at % 16 == 0 for at in words)), (*words, slot), changing)
+        return (*absent, alignment(words)), (*words, slot), changing, ()
 
     height = gathered or s.world_size * s.rows
     fixed = {

@@ -16,7 +16,8 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from triton import knobs
@@ -125,22 +126,18 @@ def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
     return found | dict.fromkeys(_SCRATCH, "pointer")
 
 
-class Call(NamedTuple):
-    """What one launch is given; see :class:`Launcher`.
+# What one launch is given; see Launcher. A plain tuple, since one is made for each launch:
+#   whatever Triton specialises for in this launch,
+#   values of the words that change,
+#   what makes the arguments that are not fixed, by name,
+#   base addresses of the descriptors that change.
+Call = tuple[Hashable, Sequence[int], Callable[[], Mapping[str, Any]], Sequence[int]]
 
-    variant : whatever Triton specialises for in this launch.
 
-    words : values of the words that change.
-
-    changing : makes the arguments that are not fixed, by name.
-
-    addresses : base addresses of the descriptors that change.
-    """
-
-    variant: Hashable
-    words: Sequence[int]
-    changing: Callable[[], Mapping[str, Any]]
-    addresses: Sequence[int] = ()
+def alignment(addresses: Sequence[int]) -> Hashable:
+    """What Triton specialises for in these addresses: which are multiples of 16; True if all
+    are."""
+    return reduce(or_, addresses) & 15 == 0 or tuple(at % 16 == 0 for at in addresses)
 
 
 class Planned(NamedTuple):
@@ -324,9 +321,10 @@ class Prepared:
         """Launch on the current stream: values of the changing words, base addresses of the
         changing descriptors."""
         self._pack(self._words, 0, *words)
-        parameters = self._parameters
-        for table, address in zip(self._maps, addresses, strict=True):
-            parameters[table.index] = table.known.get(address) or table.make(address)
+        if self._maps:
+            parameters = self._parameters
+            for table, address in zip(self._maps, addresses, strict=True):
+                parameters[table.index] = table.known.get(address) or table.make(address)
         self._config.stream = self._stream(self._device)
         status = self._launch(*self._call)
         if status:
