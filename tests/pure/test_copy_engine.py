@@ -210,6 +210,18 @@ def test_memory_that_was_freed_has_no_graph(driver, often: bool) -> None:
     assert graphs.find(address) not in (None, stale)
 
 
+def test_memory_that_is_kept_is_not_looked_up(driver) -> None:
+    copies, line = scatter(), engine(driver)
+    push_again(line, copies, 10_000)
+    copies.kept, (graphs,) = 10_000, line._graphs.values()
+    found = graphs.find(10_000)
+    driver.allocations[10_000] = 2
+    assert found is not None and graphs.find(10_000) is found
+    line.push(copies, 20_000)
+    driver.allocations[20_000] = 2
+    assert graphs.find(20_000) is None, "other addresses are"
+
+
 def test_a_graph_of_memory_that_is_gone_is_not_pointed_elsewhere(driver):
     copies, line = scatter(), engine(driver)
     push_again(line, copies, 10_000)

@@ -321,9 +321,9 @@ class _Graphs:
         pointed = self._pointed
         if pointed is None or pointed.given != source:
             pointed = self._fixed.get(source)
-        if pointed is None or not source or pointed.allocation == _allocation(source):
+        if pointed is None or source in (0, self._copies.kept):
             return pointed
-        return None
+        return pointed if pointed.allocation == _allocation(source) else None
 
     def make(self, source: int, stream: int) -> _Graph:
         """A graph for an address that none has: made, or pointed there."""
@@ -405,8 +405,8 @@ class CopyEngine:
             self._lanes.append(_SideStream(self._device))
         start, await_event = self._start, self._driver.cuStreamWaitEvent
         status = self._driver.cuEventRecord(start, current_handle(self._index))
-        for number in range(lanes):
-            status = status or await_event(self._lanes[number].handle, start, 0)
+        for lane in self._lanes[:lanes]:
+            status = status or await_event(lane.handle, start, 0)
         if status:
             _check_status(status, "the order of two streams")
 

@@ -90,7 +90,13 @@ class Copy:
 
 
 class Copies(tuple[Copy, ...]):
-    """Copies that serve many calls, so that a transport may prepare them."""
+    """Copies that serve many calls, so that a transport may prepare them.
+
+    kept : an address whose memory is there as long as the transport; a push need not look whether
+        it still is. 0: none.
+    """
+
+    kept = 0
 
     @cached_property
     def pitched(self) -> bool:

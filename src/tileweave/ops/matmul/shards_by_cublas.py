@@ -76,6 +76,8 @@ class ShardSums:
     def _stage(self, instance: Instance, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = instance.world_size * out.numel()
         memory = instance.scratch(count * out.element_size()).view(out.dtype)
+        for _, copies in (*self.copies[0], *self.copies[1]):
+            copies.kept = memory.data_ptr()
         self.staged = memory.view(instance.world_size, *out.shape).unbind()
         return self.staged
 
