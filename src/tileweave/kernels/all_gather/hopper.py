@@ -58,7 +58,7 @@ from tileweave.kernels.all_gather.hopper_move import move_partition
 from tileweave.kernels.all_gather.triton import scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
-from tileweave.kernels.runtime.peers import Peers, lines
+from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
@@ -495,10 +495,9 @@ def launcher(
         slot: int,
         trace: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] | None = None,
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         start, to = x.data_ptr(), out.data_ptr()  # what is not given is out
         bias_at = to if bias is None else bias.data_ptr()
         kept_at = to if gathered is None else gathered.data_ptr()

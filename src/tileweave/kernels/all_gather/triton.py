@@ -95,7 +95,7 @@ from tileweave.kernels.all_gather.arrivals import copy_gathered, wait_sources
 from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
-from tileweave.kernels.runtime.peers import Peers, lines
+from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
@@ -519,7 +519,8 @@ def launcher(
     """Launches for one shape and stride of w; the caller checks the arguments.
 
     The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None,
-    scales or None). ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    scales or None, memory of parts or None). ``slot``: the one that a copy-engine call uses; a push
+    takes it from the epoch.
     ``scales``: of FP8 operands, in the order of ``Tensors``. ``scaled``: ``Choices.SCALED``.
     """
     s, c = schedule, config
@@ -570,10 +571,9 @@ def launcher(
         slot: int,
         trace: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] | None = None,
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         stamps = peers.control if trace is None else trace
         tensors = (x, w, added, out, kept, partials, stamps, *(scales or (out, out, out)))

@@ -29,7 +29,7 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import PIECE
 from tileweave.kernels.reduce_scatter.triton import Scales, scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
-from tileweave.kernels.runtime.peers import Peers
+from tileweave.kernels.runtime.peers import Peers, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
@@ -72,10 +72,9 @@ def launcher(
         bias: torch.Tensor | None,
         out: torch.Tensor,
         slot: int,
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         added, to = out if bias is None else bias, out.data_ptr()
         bias_at = added.data_ptr()
         bases = (x.data_ptr(), w.data_ptr(), to + shift, base + slot * slot_bytes)

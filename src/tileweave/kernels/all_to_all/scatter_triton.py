@@ -81,7 +81,7 @@ from tileweave.device.triton.signal import MAX_SLICES, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import scheduled, store_rows, tile_place
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
-from tileweave.kernels.runtime.peers import Peers, lines
+from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
@@ -330,8 +330,9 @@ def launcher(
     stride_x: int,
     strides_w: Sequence[int],
 ) -> Launcher:
-    """Launches for one shape, called with (x, w, bias or None, out, slot); the caller checks them.
-    ``slot``: which one a copy-engine call uses; a push reads it from the epoch.
+    """Launches for one shape, called with (x, w, bias or None, out, slot, memory of parts or None);
+    the caller checks them. ``slot``: which one a copy-engine call uses; a push reads it from the
+    epoch.
 
     schedule : of parts padded to whole tiles.
 
@@ -359,10 +360,9 @@ def launcher(
         bias: torch.Tensor | None,
         out: torch.Tensor,
         slot: int,
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         tensors = Tensors(x, w, out if bias is None else bias, out, partials)
         words = [tensor.data_ptr() for tensor in tensors]
 

@@ -79,7 +79,7 @@ from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
 from tileweave.kernels.reduce_scatter.triton import Scaling, scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
-from tileweave.kernels.runtime.peers import Peers, lines
+from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
@@ -593,10 +593,9 @@ def launcher(
         mirrors: Sequence[int] = (),
         residual: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] = (),
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         added, to = out if bias is None else bias, out.data_ptr()
         bias_at = added.data_ptr()
         stored = base if push or not whole else to

@@ -120,7 +120,7 @@ from tileweave.device.triton.self_signaling import put_marked
 from tileweave.device.triton.signal import MAX_SLICES, REDUCED, count_in, count_last
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
-from tileweave.kernels.runtime.peers import Peers, lines
+from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
@@ -573,8 +573,8 @@ def launcher(
     """Launches for one shape.
 
     The launcher is called with (x, w, bias or None, out, staging or None, slot, mirrors, residual
-    or None, scales of x and w if they are FP8); the caller checks them. ``slot``: the one that a
-    copy-engine call uses; a push reads it from the epoch.
+    or None, scales of x and w if they are FP8, memory of parts or None); the caller checks them.
+    ``slot``: the one that a copy-engine call uses; a push reads it from the epoch.
 
     scaling : of FP8 operands.
 
@@ -612,10 +612,9 @@ def launcher(
         mirrors: Sequence[int] = (),
         residual: torch.Tensor | None = None,
         scales: Sequence[torch.Tensor] = (),
+        summed_in: torch.Tensor | None = None,
     ) -> Call:
-        partials = out
-        if part_elements:
-            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
+        partials = memory_of_parts(summed_in, part_elements, out)
         given = (x, w, bias, out, staging, partials, residual)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
         words = [tensor.data_ptr() for tensor in (*tensors, *scales)]

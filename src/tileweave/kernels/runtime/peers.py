@@ -6,11 +6,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 
 def lines(strides: Sequence[int]) -> tuple[int, bool]:
     """(elements from line to line, whether lines run along N) of a weight [N, K], whose lines are
     contiguous."""
     return (strides[1], True) if strides[1] != 1 and strides[0] == 1 else (strides[0], False)
+
+
+def memory_of_parts(given: torch.Tensor | None, elements: int, out: torch.Tensor) -> torch.Tensor:
+    """Where a launch adds up the parts of tiles that are cut along K: what its call gives, or
+    memory of its own; ``out``, which it does not use, if no tile is cut."""
+    if given is not None:
+        return given
+    return out.new_empty(elements, dtype=torch.float32) if elements else out
 
 
 class Peers(NamedTuple):

@@ -17,7 +17,12 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
+from tileweave.ops.core.registry import (
+    copy_slot,
+    endpoint,
+    parts_of_eager_calls,
+    push_with_launch,
+)
 from tileweave.ops.matmul.gather_over_nodes import (
     counters_over_nodes,
     parts_over_nodes,
@@ -81,9 +86,10 @@ def run_fused(
     aligned = (source | w.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, config, how, None)
     capturing = instance.begin(chosen.checksum)
+    summed_in = None if capturing else call.summed_in
     if config.transport == "copy_engine":
         slot = copy_slot(instance)
-        kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
+        kernel = partial(launch, x, w, bias, out, gathered, slot, trace, None, summed_in)
         push_with_launch(instance, kernel, call.copies[slot], source, capturing)
         return out
     if config.transport == "nodes":
@@ -94,7 +100,7 @@ def run_fused(
         push_with_launch(instance, kernel, call.copies[slot], source, capturing, sending)
         return out
     try:
-        launch(x, w, bias, out, gathered, 0, trace)
+        launch(x, w, bias, out, gathered, 0, trace, None, summed_in)
     finally:
         instance.launched()
     return out
@@ -137,7 +143,8 @@ def run_scaled(
     own = call.scales[-1]
     own.copy_(scale)
     scales = (call.scales[slot], own, of_w)
-    kernel = partial(launch, data, w, product.bias, out, None, slot, None, scales)
+    summed_in = None if capturing else call.summed_in
+    kernel = partial(launch, data, w, product.bias, out, None, slot, None, scales, summed_in)
     push_with_launch(instance, kernel, call.copies[slot], source, capturing)
     return out
 
@@ -235,6 +242,7 @@ class _FusedCall:
     scaled: _Scaled | None = None
     # per slot, of all ranks: [R, those of a shard]; then where copy engines read the own ones
     scales: tuple[torch.Tensor, ...] = ()
+    summed_in: torch.Tensor | None = None  # parts of tiles in eager calls
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
@@ -340,7 +348,17 @@ def _fused_call(
             )
         peers = endpoint(instance, x.dtype)
         call = _FusedCall(
-            instance, peers, schedule, parts, config, copies, crossings, {}, scaled, scales
+            instance,
+            peers,
+            schedule,
+            parts,
+            config,
+            copies,
+            crossings,
+            {},
+            scaled,
+            scales,
+            parts_of_eager_calls(instance, schedule.part_elements),
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]

@@ -18,6 +18,7 @@ from tileweave.ops.core.registry import (
     await_frozen_slot,
     copy_slot,
     endpoint,
+    parts_of_eager_calls,
     push_with_launch,
 )
 from tileweave.ops.matmul.inputs import ready
@@ -55,9 +56,10 @@ def run_fused(
     aligned = (x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0
     instance, (call, launch) = ready(chosen, aligned, group_name, _make, x, w, out, how, config)
     capturing = instance.begin(chosen.checksum)
+    summed_in = None if capturing else call.summed_in
     if config.transport == "sm":
         try:
-            launch(x, w, bias, out, 0)
+            launch(x, w, bias, out, 0, summed_in)
         finally:
             instance.launched()
         return
@@ -65,7 +67,7 @@ def run_fused(
     await_frozen_slot(instance, call.endpoint)
     push_with_launch(
         instance,
-        partial(launch, x, w, bias, out, slot),
+        partial(launch, x, w, bias, out, slot, summed_in),
         call.copies[slot],
         out.data_ptr(),
         capturing,
@@ -109,6 +111,7 @@ class _FusedCall:
     rows: int
     copies: tuple[Copies, ...]  # of a call with copy engines, per slot
     launchers: dict[tuple[object, ...], Callable[..., None]]
+    summed_in: torch.Tensor | None  # parts of tiles in eager calls
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may choose differently, by alignment: both kernels have
@@ -150,7 +153,15 @@ def _fused_call(
         if config.transport == "copy_engine":
             copies = tuple(_pulls(instance, schedule, how, rows, itemsize, slot) for slot in (0, 1))
         call = _FusedCall(
-            instance, endpoint(instance, x.dtype), schedule, config, how, rows, copies, {}
+            instance,
+            endpoint(instance, x.dtype),
+            schedule,
+            config,
+            how,
+            rows,
+            copies,
+            {},
+            parts_of_eager_calls(instance, schedule.part_elements),
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]

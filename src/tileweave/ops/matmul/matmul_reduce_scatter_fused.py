@@ -16,7 +16,12 @@ import torch
 
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.ops.core.registry import copy_slot, endpoint, push_with_launch
+from tileweave.ops.core.registry import (
+    copy_slot,
+    endpoint,
+    parts_of_eager_calls,
+    push_with_launch,
+)
 from tileweave.ops.matmul.inputs import ready
 from tileweave.ops.matmul.products import Added, Plain, Product
 from tileweave.planning.matmul import scatter_schedule_for
@@ -108,8 +113,9 @@ def _run(
     instance, (call, launch) = ready(chosen, key, group_name, _make, x, w, out, config, scaling)
     capturing = instance.begin(chosen.checksum)
     if config.transport == "sm":
+        summed_in = None if capturing else call.summed_in
         try:
-            launch(x, w, bias, out, None, 0, (), None, scales)
+            launch(x, w, bias, out, None, 0, (), None, scales, summed_in)
         finally:
             instance.launched()
         return
@@ -187,6 +193,7 @@ class FusedCall:
     scaling: Scaling | None = None
     gathered: int = 0
     mirrors: tuple[tuple[int, ...], ...] = ((), ())
+    summed_in: torch.Tensor | None = None  # parts of tiles in eager calls
     _staging: torch.Tensor | None = None
 
     def launch_and_push(
@@ -200,10 +207,10 @@ class FusedCall:
         """Make a call with copy engines. ``operands``: x, w, bias and the result."""
         slot, out = copy_slot(self.instance), operands[-1]
         if capturing:
-            staging = out.new_empty(self.staging_elements)
+            staging, summed_in = out.new_empty(self.staging_elements), None
         else:
-            staging = self.staging(out.dtype)
-        more = staging, slot, self.mirrors[slot], residual, scales
+            staging, summed_in = self.staging(out.dtype), self.summed_in
+        more = staging, slot, self.mirrors[slot], residual, scales, summed_in
         kernel = partial(launch, *operands, *more)
         push_with_launch(self.instance, kernel, self.copies[slot], staging.data_ptr(), capturing)
 
@@ -216,7 +223,10 @@ class FusedCall:
 
     @torch.inference_mode(False)
     def _stage(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.instance.scratch(self.staging_elements * dtype.itemsize).view(dtype)
+        memory = self.instance.scratch(self.staging_elements * dtype.itemsize).view(dtype)
+        for copies in self.copies:
+            copies.kept = memory.data_ptr()
+        return memory
 
     def launcher(
         self,
@@ -323,17 +333,19 @@ def fused_call(
                 Copies([*pushes(instance, schedule, dtype.itemsize, slot), pushed])
                 for slot in (0, 1)
             )
+        staged = (size - 1) * schedule.place_elements
         call = FusedCall(
             instance,
             endpoint(instance, dtype),
             schedule,
             config,
             copies,
-            (size - 1) * schedule.place_elements,
+            staged,
             {},
             scaling,
             0 if all_reduce is None else x.shape[0],
             mirrors,
+            parts_of_eager_calls(instance, schedule.part_elements, staged * dtype.itemsize),
         )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
