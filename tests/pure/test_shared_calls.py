@@ -25,7 +25,7 @@ from tileweave.ops.matmul import (
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
 from tileweave.ops.matmul.cublas import gather_then_multiply
 from tileweave.ops.matmul.exchange_launch import exchange_launch
-from tileweave.ops.matmul.products import Plain
+from tileweave.ops.matmul.products import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
 from tileweave.planning.problem import MatmulConfig
@@ -353,3 +353,13 @@ def test_every_call_is_compared_by_its_checksum(
         with pytest.raises(Begun) as found:
             call()
         assert found.value.args == (12345,), name
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_matmul_into_memory_needs_no_autograd(biased: bool) -> None:
+    """As in the implementation of another operator, where tensors still require gradients."""
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    bias, out = torch.ones(4) if biased else None, torch.empty(2, 4)
+    with torch._C._AutoDispatchBelowAutograd():
+        assert multiply(x, w, bias, out) is out
+    assert out.tolist() == [[3.0 + biased] * 4] * 2 and not out.requires_grad

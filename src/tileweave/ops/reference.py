@@ -23,12 +23,13 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import RoutingPlan
 from tileweave.ops.experts.scaled import ScaledExperts, ScaledRows
+from tileweave.ops.matmul.products import multiply
 from tileweave.ops.matmul.scaled import ScaledProduct
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
@@ -49,16 +50,7 @@ def all_gather_matmul(
     ``out`` and ``gathered`` get the results, if given.
     """
     gathered = x if group.size() == 1 else collectives.all_gather(x, group, gathered)
-    return _multiply(gathered, w, bias, out), gathered
-
-
-def _multiply(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    """x @ w.T + bias."""
-    if out is None:
-        return linear(x, w, bias)
-    return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
+    return multiply(gathered, w, bias, out), gathered
 
 
 def matmul_reduce_scatter(
@@ -130,7 +122,7 @@ def _partial(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """This rank's partial sum; that of rank 0 includes the bias, so that it is added once."""
-    return _multiply(x, w, bias if bias is not None and group.rank() == 0 else None, out)
+    return multiply(x, w, bias if bias is not None and group.rank() == 0 else None, out)
 
 
 # --- FP8 operands ---
@@ -274,7 +266,7 @@ def matmul_all_to_all(
     """
     how, size = Exchange(scatter_dim, gather_dim), group.size()
     if size == 1:
-        return _multiply(x, w, bias, out)
+        return multiply(x, w, bias, out)
     return exchange_parts(_product_in_parts(x, w, bias, how, size, parts), how, group, out)
 
 
@@ -293,7 +285,7 @@ def _product_in_parts(
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     if how.scatter_dim == 0:
         flat = None if out is None else out.view(size * rows, cols)
-        return _multiply(x, w, bias, flat).view(size, rows, cols)
+        return multiply(x, w, bias, flat).view(size, rows, cols)
     xs, ws = x.expand(size, *x.shape), w.view(size, cols, w.shape[1]).transpose(1, 2)
     if bias is None:
         return torch.bmm(xs, ws, out=out)
@@ -316,7 +308,7 @@ def all_to_all_matmul(
     ``out`` and ``exchanged`` get the results, if given; ``got``: as for :func:`exchange_parts`.
     """
     exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group, exchanged, got)
-    return _multiply(exchanged, w, bias, out), exchanged
+    return multiply(exchanged, w, bias, out), exchanged
 
 
 # --- Embeddings ---

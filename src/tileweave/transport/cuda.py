@@ -254,8 +254,7 @@ class CudaTransport:
     def order(self) -> torch.cuda.Stream:
         return self._launch_order.enter(current_handle(self._index))
 
-    def capturing(self) -> bool:
-        return _capturing()
+    capturing = staticmethod(_capturing)
 
     def capture_number(self) -> int:
         return capture_of(current_handle(self._index)) if _capturing() else 0

@@ -7,7 +7,10 @@ collectives for 2-byte floats and no fixed order of sums, so both are done here.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
 from itertools import product
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,12 @@ from tileweave.transport.torch_collectives import (
 )
 
 
+@lru_cache(maxsize=1)
+def _cuda() -> ModuleType:
+    """``transport.cuda``, which loads torch's symmetric memory; an import takes 1 us per call."""
+    return import_module("tileweave.transport.cuda")
+
+
 def enter_launch_order_of(x: torch.Tensor) -> None:
     """Put the collective that follows into the launch order of fused kernels on x's device.
 
@@ -32,9 +41,7 @@ def enter_launch_order_of(x: torch.Tensor) -> None:
     concurrently, in different orders on different ranks, they could wait for each other for ever.
     """
     if x.is_cuda:
-        from tileweave.transport.cuda import enter_launch_order
-
-        enter_launch_order(x.device)
+        _cuda().enter_launch_order(x.device)
 
 
 def leave_launch_order_of(x: torch.Tensor) -> None:
@@ -44,9 +51,7 @@ def leave_launch_order_of(x: torch.Tensor) -> None:
     stream may run concurrently.
     """
     if x.is_cuda:
-        from tileweave.transport.cuda import leave_launch_order
-
-        leave_launch_order(x.device)
+        _cuda().leave_launch_order(x.device)
 
 
 def all_gather(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.kernels.all_to_all.exchange import launcher
@@ -29,7 +28,8 @@ class ExchangeLaunch:
     """Launches for a matrix of one shape, with a matmul before or after them.
 
     shape : of the exchanged matrix.
-    kept : memory of that shape for eager calls that do not return it, if it is small.
+    kept : in eager calls, memory for what is between exchange and matmul and is not returned, if
+        it is small.
     """
 
     instance: Instance
@@ -53,11 +53,11 @@ class ExchangeLaunch:
             exchanged = self.kept
         if exchanged is None:
             exchanged = x.new_empty(self.shape)
-        self._launch(x, exchanged)
-        if out is None:
-            return linear(exchanged, w, bias)  # takes less time than an allocation and mm(out=)
-        multiply(exchanged, w, bias, out)
-        return out
+        try:
+            self.launch(x, exchanged)
+        finally:
+            self.instance.launched()
+        return multiply(exchanged, w, bias, out)
 
     def after_multiply(
         self,
@@ -68,13 +68,10 @@ class ExchangeLaunch:
         checksum: int,
     ) -> None:
         """out = x @ w.T + bias, exchanged."""
-        product = linear(x, w, bias)
-        self.instance.begin(checksum)
-        self._launch(product, out)
-
-    def _launch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        kept = None if self.instance.begin(checksum) else self.kept
         try:
-            self.launch(x, out)
+            # after begin(): the matmul, too, comes after launches on other streams
+            self.launch(multiply(x, w, bias, kept), out)
         finally:
             self.instance.launched()
 
@@ -86,10 +83,9 @@ def exchange_launch(
     dtype: torch.dtype,
     how: Exchange,
     config: MatmulConfig,
-    keeps: bool,
+    before: bool,
 ) -> ExchangeLaunch:
-    """Make the launches of ``op`` for a matrix of ``shape``. ``keeps``: with memory for the
-    exchanged matrix."""
+    """Make the launches of ``op`` for a matrix of ``shape``, ``before`` a matmul or after it."""
     require(
         config.transport == "sm",
         f"{op} with cuBLAS and transport {config.transport!r}",
@@ -113,9 +109,10 @@ def exchange_launch(
             config,
         )
         result, nbytes, kept = how.result(*shape, size), elements * dtype.itemsize, None
-        if keeps and nbytes <= MOST_KEPT:
-            # see ``cublas.gather_then_multiply``
-            kept = instance.scratch(MOST_KEPT)[:nbytes].view(dtype).view(result)
+        if nbytes <= MOST_KEPT:  # see ``cublas.gather_then_multiply``
+            with torch.inference_mode(False):  # calls outside of it write to this view
+                kept = instance.scratch(MOST_KEPT)[:nbytes].view(dtype)
+                kept = kept.view(result if before else shape)
         call = ExchangeLaunch(instance, launch, result, kept)
         instance.keep(key, call)
     return call  # type: ignore[return-value]
