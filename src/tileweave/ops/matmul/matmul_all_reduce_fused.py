@@ -12,7 +12,7 @@ from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
 from tileweave.ops.matmul.inputs import ready
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import scaled_parts
-from tileweave.ops.matmul.products import Added, Plain, Product
+from tileweave.ops.matmul.products import NOTHING, Added, Plain, Product
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import Instance, Workspace
 
@@ -50,7 +50,9 @@ def run_fused(
         finally:
             instance.launched()
         return
-    added = Added(bias, residual, norm_weight, norm_eps)
+    added = NOTHING
+    if not (bias is residual is norm_weight is None):
+        added = Added(bias, residual, norm_weight, norm_eps)
     if config.transport == "copy_engine":
         reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
     elif config.transport == "sm":

@@ -23,7 +23,7 @@ from tileweave.ops.core.registry import (
     push_with_launch,
 )
 from tileweave.ops.matmul.inputs import ready
-from tileweave.ops.matmul.products import Added, Plain, Product
+from tileweave.ops.matmul.products import NOTHING, Added, Plain, Product
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import cdiv, push_order
@@ -132,17 +132,17 @@ def run_library(
 ) -> None:
     """A call whose matmul is ``product``, by cuBLAS: of all rows before one launch that reduces,
     or of each rank's rows, which copy engines send. x: its parts, the first [M, k]."""
-    config = chosen.config
+    config, added = chosen.config, NOTHING if bias is None else Added(bias)
     assert config is not None, "the unfused path has no config"
     if config.transport == "copy_engine":
         made = ready(chosen, "library", group_name, _make_sums, x[0], product, out.shape[0])
         instance, sums = made
-        sums(instance, x, product, Added(bias), out, chosen.checksum)
+        sums(instance, x, product, added, out, chosen.checksum)
         return
     instance, call = ready(
         chosen, "library", group_name, _make_by_cublas, x[0], product, out.shape[0], chosen.config
     )
-    call(instance, x, product, Added(bias), out, None, chosen.checksum)
+    call(instance, x, product, added, out, None, chosen.checksum)
 
 
 def _make_sums(

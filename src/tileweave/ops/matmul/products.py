@@ -80,6 +80,9 @@ class Added(NamedTuple):
     quantize: str = ""  # "row" or "block": the norm becomes FP8, with scales
 
 
+NOTHING = Added()
+
+
 def multiply(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
