@@ -78,7 +78,7 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
 from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
 from tileweave.kernels.reduce_scatter.triton import Scaling, scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
@@ -613,8 +613,9 @@ def launcher(
                 "C": choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual_added),
             }
 
-        ends = [scale.data_ptr() for scale in scales]
-        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None, *(at % 16 == 0 for at in ends))
+        ends = [scale.data_ptr() for scale in scales] if scales else ()
+        aligned = alignment(ends) if ends else True
+        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None, aligned)
         return variant, (bias_at, to, partials.data_ptr(), *ends, slot), changing, bases
 
     fixed = {

@@ -122,8 +122,9 @@ def multiply_shards(
 ) -> None:
     """As :func:`gather_then_multiply`, one shard at a time, while copy engines bring the next.
     x: the parts of the own shard."""
-    places = out.chunk(instance.world_size)
-    kept = () if gathered is None else gathered.chunk(instance.world_size)
+    sizes = [x[0].shape[0]] * instance.world_size
+    places = out.split_with_sizes(sizes)  # chunk() takes half as long again
+    kept = () if gathered is None else gathered.split_with_sizes(sizes)
     store = product.repeated()
     gathering = begin(instance, call, x, checksum)
     try:
