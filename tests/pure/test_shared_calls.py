@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.pure.test_workspace import NotingTransport
 
+from tileweave.ops.core.registry import MOST_PARTS, parts_of_eager_calls
 from tileweave.ops.experts import dispatch_grouped_matmul_fused as dispatch
 from tileweave.ops.experts import route_tokens
 from tileweave.ops.matmul import (
@@ -24,11 +25,11 @@ from tileweave.ops.matmul import (
 )
 from tileweave.ops.matmul.concurrent_gather import begin, gather_of
 from tileweave.ops.matmul.cublas import gather_then_multiply
-from tileweave.ops.matmul.exchange_launch import exchange_launch
+from tileweave.ops.matmul.exchange_launch import ExchangeLaunch, exchange_launch
 from tileweave.ops.matmul.products import Plain, multiply
 from tileweave.ops.matmul.reduce_by_cublas import multiply_then_reduce
 from tileweave.ops.matmul.shards_by_cublas import shard_sums
-from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.grouped import DispatchConfig
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace
@@ -363,3 +364,47 @@ def test_a_matmul_into_memory_needs_no_autograd(biased: bool) -> None:
     with torch._C._AutoDispatchBelowAutograd():
         assert multiply(x, w, bias, out) is out
     assert out.tolist() == [[3.0 + biased] * 4] * 2 and not out.requires_grad
+
+
+def test_parts_of_tiles_have_memory_after_what_a_call_uses_itself() -> None:
+    instance = Workspace(NotingTransport(world_size=2)).instance("op", "sm")  # type: ignore[arg-type]
+    parts = parts_of_eager_calls(instance, 100, after=1000)
+    assert parts is not None and (parts.dtype, parts.numel()) == (torch.float32, 100)
+    assert parts.data_ptr() - instance.scratch(1000).data_ptr() in range(1000, 2000)
+    assert parts.data_ptr() % 16 == instance.scratch(1).data_ptr() % 16
+    assert parts_of_eager_calls(instance, 0) is None
+    assert parts_of_eager_calls(instance, MOST_PARTS // 4 + 1) is None
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize(
+    "fused",
+    [all_gather_matmul_fused, matmul_reduce_scatter_fused, matmul_all_to_all_fused],
+    ids=lambda module: module.OP,
+)
+def test_a_captured_call_has_memory_of_its_own(
+    fused: Any, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of eager calls share the memory where they add up parts of tiles."""
+    given: list[Any] = []
+    instance = SimpleNamespace(begin=lambda _: capturing, launched=lambda: None)
+    call = SimpleNamespace(summed_in="kept")
+    made = instance, (call, lambda *args: given.append(args[-1]))
+    monkeypatch.setattr(fused, "ready", lambda *_: made)
+    x, more = ones(4, 4), ()
+    if fused is all_gather_matmul_fused:
+        more = (None,)
+    elif fused is matmul_all_to_all_fused:
+        more = (ROWS_TO_COLUMNS,)
+    fused.run_fused(x, x, None, x, *more, "group", Plan("fused", "", TRITON))
+    assert given == [None if capturing else "kept"]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_captured_product_has_memory_of_its_own(capturing: bool) -> None:
+    sent: list[torch.Tensor] = []
+    instance: Any = SimpleNamespace(begin=lambda _: capturing, launched=lambda: None)
+    launch: Any = lambda product, _: sent.append(product)  # noqa: E731
+    call = ExchangeLaunch(instance, launch, (4, 4), ones(4, 4))
+    call.after_multiply(ones(4, 8), ones(4, 8), None, ones(4, 4), 0)
+    assert sent[0].tolist() == [[8.0] * 4] * 4 and (sent[0] is call.kept) is not capturing
