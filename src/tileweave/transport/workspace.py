@@ -493,7 +493,7 @@ class Registry:
     def look_up(self, group_name: str, resolve: Callable[[str], object]) -> None:
         """:meth:`belongs`, unless the last group of this name still exists. That check takes 0.1
         us, to ``resolve`` the name 0.4 us."""
-        if self.known(group_name) is None:
+        if self._groups.get(group_name) not in _world.pg_map:
             self.belongs(group_name, resolve(group_name))
 
     def agreed(self, group_name: str) -> set[str]:

@@ -99,19 +99,20 @@ def refuse_dtensors(**arguments: Any) -> None:
     tensors only: torch would not say what to pass."""
     for name, value in arguments.items():
         if value is not None and type(value) not in PLAIN:
-            _refuse_dtensors(name, _each(value))
+            for t in _each(value):
+                if t is not None and type(t) not in PLAIN:
+                    _refuse_dtensor(name, t)
 
 
-def _refuse_dtensors(name: str, values: list[Any]) -> None:
+def _refuse_dtensor(name: str, t: Any) -> None:
     from torch.distributed.tensor import DTensor
 
-    for t in values:
-        require(
-            not isinstance(t, DTensor),
-            lambda t=t: f"{name} as a DTensor with placements {t.placements}",
-            "a plain tensor, this rank's part as the operator describes it",
-            f"pass {name}.to_local(), after redistribute() if that is not the part",
-        )
+    require(
+        not isinstance(t, DTensor),
+        lambda: f"{name} as a DTensor with placements {t.placements}",
+        "a plain tensor, this rank's part as the operator describes it",
+        f"pass {name}.to_local(), after redistribute() if that is not the part",
+    )
 
 
 def _each(value: Any) -> list[Any]:
