@@ -457,6 +457,32 @@ def test_rules_accept_sound_code(module: str) -> None:
     assert not [violation for rule in RULES for violation in rule(Source(module, SOUND[module]))]
 
 
+def test_every_kernel_prepares_the_interpreter() -> None:
+    """``device/triton/signal.py`` does so when it is imported. A kernel that runs before is slow,
+    and with Triton 3.6 and a recent NumPy it fails."""
+    read = {
+        source.module: {
+            name.removeprefix("tileweave.")
+            for _, full in imported(source, inside_functions=False)
+            for name in (full, full.rpartition(".")[0])
+        }
+        for source in sources(PACKAGE)
+    }
+
+    def reached(module: str) -> set[str]:
+        found, left = {module}, [module]
+        while left:
+            for name in read.get(left.pop(), set()) - found:
+                found.add(name)
+                left.append(name)
+        return found
+
+    kernels = [one.module for one in sources(PACKAGE / "kernels") if ".jit\ndef " in one.text]
+    assert len(kernels) > 20
+    late = [one for one in kernels if "device.triton.signal" not in reached(f"kernels.{one}")]
+    assert not late, late
+
+
 # --- Importing the package ---
 
 IMPORT = """

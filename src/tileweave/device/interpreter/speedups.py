@@ -356,6 +356,11 @@ def _copied_back(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_on_host
         _COPY_BACK(self, args, on_host, kwargs, kwargs_on_host)
 
 
+def _bf16(self: Any, value: float) -> Any:
+    """A number in bfloat16."""
+    return self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
+
+
 def patch_once() -> None:
     """Take this process's interpreter over, for good."""
     triton_interpreter._patch_lang = lambda fn: LANGUAGE.patch()
@@ -369,6 +374,8 @@ def patch_once() -> None:
     tl.block_type.to_ir = _to_ir
     tl.core._unwrap_if_constexpr = _unwrapped
     triton_interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
+    if not hasattr(triton_interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
+        triton_interpreter.InterpreterBuilder.get_bf16 = _bf16
     tl.dtype.__eq__ = _types_equal
     triton_interpreter._convert_float = _convert
     TritonSemantic.broadcast_impl_value = _broadcast

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+import tileweave.device.triton.signal  # noqa: F401 - prepares Triton's interpreter
 from tileweave.kernels.quantize import GROUP, greatest_of, quantized
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 

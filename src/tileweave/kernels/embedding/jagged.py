@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+import tileweave.device.triton.signal  # noqa: F401 - prepares Triton's interpreter
+
 BELOW = tl.constexpr(-1)  # in place of a feature's sum
 PIECE = tl.constexpr(3)  # words of a piece
 BLOCK = 2048  # elements that a program has at once

@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+import tileweave.device.triton.signal  # noqa: F401 - prepares Triton's interpreter
 from tileweave.planning.sharding import EmbeddingConfig
 
 
