@@ -1,9 +1,9 @@
 """The kernels of all_gather_matmul, compiled without a GPU by their own launchers: they fit the
 device, and keep the protocol.
 
-Four targets for the Triton kernels, Hopper for its Gluon counterpart in each config of the tuned
-table. The PTX is held to the rules of `ptx_lint`. Before that, it must contain the signals, waits,
-and peer stores of the protocol: a lint that sees nothing would find nothing.
+Four targets for the Triton kernels, Hopper for its Gluon counterpart in each config that the
+planner may choose. The PTX is held to the rules of `ptx_lint`. Before that, it must contain the
+signals, waits, and peer stores of the protocol: a lint that sees nothing would find nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.kernels.runtime.peers import Peers
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import Parts
-from tileweave.planning.table import Entry, tuned_entries
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "neighbour_exchange.py"
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
@@ -114,30 +114,26 @@ TRITON_CASES = (
 )
 
 
-def tuned_cases() -> list[Case]:
-    """The tuned table, once for each different kernel: some of a config is arguments, not code, and
-    ``group_m`` is one number in the code."""
-
-    def case(entry: Entry) -> Case:
-        alike = {
-            "num_producers": 32,
-            "band_sources": 1,
-            "cut_bands": False,
-            "team": 1,
-            "own_first": True,
-            "group_m": 8,
-        }
-        spans = entry.rows // WORLD_SIZE < entry.config.tile_m
-        return Case(replace(entry.config, **alike), rows=32 if spans else 256)
-
-    return list(
-        dict.fromkeys(
-            case(e) for e in tuned_entries("all_gather_matmul") if e.config.kernel == "hopper"
-        )
-    )
-
-
-TUNED = tuned_cases()
+def planned_cases() -> list[Case]:
+    """The candidates of the planner, once for each different kernel: some of a config is arguments,
+    not code, and ``group_m`` is one number in the code. Where a config takes shards of any number
+    of rows, tiles may span them."""
+    alike = {
+        "num_slices": 32,
+        "num_producers": 32,
+        "band_sources": 1,
+        "cut_bands": False,
+        "team": 1,
+        "own_first": True,
+        "group_m": 8,
+    }
+    cases = [
+        Case(replace(config, **alike), rows)
+        for config in PLANNED["all_gather_matmul"].configs
+        for rows in (256, 32)
+        if config.kernel == "hopper" and config.fits_rows(rows)
+    ]
+    return list(dict.fromkeys(cases))
 
 
 WIDE = Case(MatmulConfig("hopper", "sm", 128, 256, 64, num_stages=4, num_warps=8), rows=256)
@@ -150,7 +146,7 @@ COPIED = Case(
 )
 UNFIT_PITCH = replace(WIDE, cols=COLS + 1, bias=True)
 HOPPER_CASES = (
-    *TUNED,
+    *planned_cases(),
     replace(NARROW, bias=True, gathered=True, trace=True),
     replace(COPIED, bias=True, gathered=True, trace=True),
     replace(COPIED, dtype=torch.float16),

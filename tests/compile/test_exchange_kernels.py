@@ -42,17 +42,17 @@ from tileweave.kernels.all_to_all import exchange
 from tileweave.kernels.all_to_all import scatter_hopper as matmul_all_to_all_hopper
 from tileweave.kernels.all_to_all import scatter_triton as matmul_all_to_all
 from tileweave.ops.matmul.all_gather_matmul_fused import _cut
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.planning.table import tuned_entries
 
 M, N = 1024, 2048
 HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
 QKV, PROJECTION = Exchange(1, 0), Exchange(0, 1)
 ODD = 1000  # columns of a part: rows of 16 bytes, the last K block of which is not full
-# in no table since decision 0014
+# no candidate since decision 0014
 PUSHED = MatmulConfig("hopper", "sm", 64, 128, 128, num_stages=4, num_warps=4)
 
 
@@ -100,9 +100,9 @@ TRITON_CASES = (
 )
 
 
-def tuned_cases() -> list[Case]:
-    """Both tuned tables, once for each kernel that differs: slices and teams are arguments, not
-    code."""
+def planned_cases() -> list[Case]:
+    """The candidates of both, once for each kernel that differs: slices and teams are arguments,
+    not code."""
     alike = {
         "num_slices": 4,
         "num_producers": 32,
@@ -112,21 +112,23 @@ def tuned_cases() -> list[Case]:
         "group_m": 8,
     }
     cases = [
-        Case(op, replace(entry.config, **alike), QKV if op == OUT else PROJECTION, bias=True)
+        Case(op, replace(config, **alike), QKV if op == OUT else PROJECTION, bias=True)
         for op in (OUT, IN)
-        for entry in tuned_entries(op)
-        if entry.config.kernel == "hopper"
+        for config in PLANNED[op].configs
+        if config.kernel == "hopper"
     ]
-    first = {c.config.transport: c for c in cases if c.op == IN}
+    copied, pushed = (
+        next(c for c in cases if c.op == IN and c.push == push) for push in (False, True)
+    )
     ragged = [
-        replace(first["copy_engine"], depth=ODD),
-        replace(first["copy_engine"], depth=ODD, depth_first=True),
-        replace(first["sm"], depth=ODD),
+        replace(copied, depth=ODD),
+        replace(copied, depth=ODD, depth_first=True),
+        replace(pushed, depth=ODD),
     ]
     return list(dict.fromkeys([Case(OUT, PUSHED, QKV, bias=True), *cases, *ragged]))
 
 
-HOPPER_CASES = tuned_cases()
+HOPPER_CASES = planned_cases()
 
 
 @functools.cache

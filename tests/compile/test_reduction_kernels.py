@@ -39,10 +39,10 @@ from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import FusedCall
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
-from tileweave.planning.table import Entry, tuned_entries
 
 COLS = 512
 WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at once
@@ -89,27 +89,28 @@ TRITON_CASES = (
 )
 
 
-def tuned_cases() -> list[Case]:
-    """The tuned table, once for each Hopper kernel that differs: slices and teams are arguments,
-    not code."""
+def planned_cases() -> list[Case]:
+    """The candidates of the planner, once for each Hopper kernel that differs: slices and teams are
+    arguments, not code. Where a config takes any number of rows, tiles may span owners."""
 
-    def case(entry: Entry) -> Case:
-        rows = 32 if -(-entry.rows // WORLD_SIZE) < entry.config.tile_m else 256
-        return Case(replace(entry.config, num_slices=2, team=1), rows, bias=True)
+    def cases(op: str, *all_rows: int) -> list[Case]:
+        found = [
+            Case(replace(config, num_slices=2, team=1), rows, bias=True)
+            for config in PLANNED[op].configs
+            for rows in all_rows
+            if config.kernel == "hopper" and config.fits_rows(rows)
+        ]
+        return list(dict.fromkeys(found))
 
-    cases = [
-        case(entry)
-        for entry in tuned_entries("matmul_reduce_scatter")
-        if entry.config.kernel == "hopper"
-    ]
-    copied = [case for case in cases if not case.push]
-    odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
+    scattered = cases("matmul_reduce_scatter", 256, 32)
+    copied = [case for case in scattered if not case.push]
+    odd = [replace(case, cols=COLS - 4) for case in copied]
     turned = replace(copied[0], depth_first=True)  # as backward runs it
-    wide = next(case for case in copied if case.config.tile_n == 256)
-    return [*dict.fromkeys(cases), *odd, turned, replace(wide, gathered=True)]
+    gathered = [replace(case, gathered=True) for case in cases("matmul_all_reduce", 256)]
+    return [*scattered, *odd, turned, *gathered]
 
 
-HOPPER_CASES = tuned_cases()
+HOPPER_CASES = planned_cases()
 
 
 @functools.cache
@@ -137,10 +138,14 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0, mirrors, residual), target)
 
 
+ONE_SHOTS = [config for config in PLANNED["matmul_all_reduce"].configs if config.kernel == "triton"]
+
+
 @functools.cache
-def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
-    """As measured best for few rows; with everything behind the sum, or with nothing."""
-    config = next(e.config for e in tuned_entries("matmul_all_reduce") if e.config.shots == 1)
+def compile_one_shot(
+    norm: bool, target: str = "sm_90", config: MatmulConfig = ONE_SHOTS[1]
+) -> Compiled:
+    """With everything that may follow the sum, or with nothing."""
     if target not in ("sm_90", "sm_100"):
         # their shared memory has no room for Hopper's stages
         config = replace(config, num_stages=2)
@@ -226,6 +231,15 @@ def test_the_one_shot_kernel_fits_every_target(norm: bool, target: str) -> None:
     assert compiled.registers is not None and compiled.registers <= 255
     assert compiled.spills is not None and compiled.spills <= STACK
     assert ("mma" if compiled.ptx else "v_mfma") in (compiled.ptx or str(compiled.asm["amdgcn"]))
+
+
+@pytest.mark.parametrize("config", ONE_SHOTS, ids=str)
+def test_each_planned_one_shot_kernel_fits(config: MatmulConfig) -> None:
+    assert config.shots == 1
+    compiled = compile_one_shot(False, "sm_90", config)
+    assert compiled.fits_shared
+    assert compiled.registers is not None and compiled.registers <= 255
+    assert compiled.spills is not None and compiled.spills <= STACK
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
