@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from importlib import resources
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tileweave.errors import InputError
-from tileweave.planning.table import Entry, read_entries, tuned_entries
+from tileweave.planning.problem import Problem
+from tileweave.planning.stored import read_config
+from tileweave.sim.tables import Entry, nearest, read_entries
 
 CONFIG = {
     "kernel": "triton",
@@ -30,12 +32,6 @@ ENTRY = {"rows": 64, "cols": 64, "depth": 64, "us": None, "config": CONFIG}
 
 def table(**changes: object) -> str:
     return json.dumps({"entries": [{**ENTRY, **changes}]})
-
-
-def test_shipped_tables_are_sound() -> None:
-    for path in (resources.files("tileweave") / "planning" / "tables").iterdir():
-        if path.name.endswith(".json"):
-            assert read_entries(path.read_text(), path.name)
 
 
 def test_sound_table_is_read() -> None:
@@ -101,9 +97,31 @@ def test_any_json_value_is_a_table_or_refused(data: object) -> None:
         assert all(isinstance(entry, Entry) for entry in read_entries(json.dumps(data), "here"))
 
 
-@pytest.mark.parametrize(
-    "name", ["../config", "/etc/passwd", "..", "a/b", "all_gather_matmul.json/..", "C:\\x", ""]
-)
-def test_tables_are_named_after_operators(name: str) -> None:
-    with pytest.raises(InputError, match="the name of an operator"):
-        tuned_entries(name)
+BY_COPY_ENGINES = read_config({**CONFIG, "transport": "copy_engine"}, "here")
+
+
+def test_equal_shapes_prefer_the_same_world_size() -> None:
+    two, four = (Entry(1024, 512, 512, None, BY_COPY_ENGINES, size) for size in (2, 4))
+    for size, near in ((2, two), (3, four), (4, four), (8, four)):
+        p = Problem(size, 1024 // size, 512, 512, 2, "bfloat16")
+        assert nearest("all_gather_matmul", p, (two, four)) is near
+
+
+def test_nearest_shape_is_decided_mostly_by_rows() -> None:
+    far, near, farther = (
+        Entry(*sizes, None, BY_COPY_ENGINES)
+        for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560))
+    )
+    for op, rows in (("all_gather_matmul", 256), ("matmul_all_reduce", 1024)):
+        p = Problem(4, rows, 512, 512, 2, "bfloat16")
+        for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
+            assert nearest(op, p, shapes) is nearer
+
+
+def test_an_entry_whose_config_cannot_run_is_passed_over() -> None:
+    copied = Entry(128, 512, 512, None, BY_COPY_ENGINES)
+    pushed = replace(copied, rows=4096, config=replace(BY_COPY_ENGINES, transport="sm"))
+    p = Problem(4, 32, 512, 512, 2, "bfloat16")
+    assert nearest("matmul_all_to_all", p, (copied, pushed)) is pushed
+    with pytest.raises(InputError, match=r"asked: matmul_all_to_all of 128 rows.*remedy"):
+        nearest("matmul_all_to_all", p, (copied,))

@@ -27,7 +27,6 @@ from tileweave.planning.matmul import (
 from tileweave.planning.measurements import Measurement, packaged
 from tileweave.planning.predict import host_seconds
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.planning.table import Entry, nearest, tuned_entries
 
 WORLD_SIZES = range(2, 9)
 SMALL_GPU = Machine("some GPU", "cuda", 80, 108)
@@ -411,23 +410,6 @@ def test_measurements_nearby_correct_a_prediction() -> None:
         assert plan_all_gather_matmul(p, H200, False).config != best.config
     finally:
         choices.clear()
-
-
-def test_equal_shapes_prefer_the_same_world_size() -> None:
-    config = tuned_entries("all_gather_matmul")[0].config
-    two, four = (Entry(1024, 512, 512, None, config, size) for size in (2, 4))
-    for size, near in ((2, two), (3, four), (4, four), (8, four)):
-        assert nearest("", size, 1024, 512, 512, entries=(two, four)) is near
-
-
-def test_nearest_shape_is_decided_mostly_by_rows() -> None:
-    config = tuned_entries("all_gather_matmul")[0].config
-    far, near, farther = (
-        Entry(*sizes, None, config)
-        for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560))
-    )
-    for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
-        assert nearest("", 4, 1024, 512, 512, entries=shapes) is nearer
 
 
 def test_shards_beyond_32_bits_are_unfused() -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning.costs import load_calibration
-from tileweave.planning.table import read_entries
 from tileweave.sim.cells import read_cells
 from tileweave.sim.chakra import COLL, SEND, Node, read_trace, write_trace
 from tileweave.sim.document import Spot, located, parse_document
 from tileweave.sim.machine import make_cluster
 from tileweave.sim.replay import doubts, read_groups, replay
+from tileweave.sim.tables import read_entries
 from tileweave.sim.workload import scenario_of
 
 BASE = "workload: serve\nmodel: llama3-70b\ntp: 4\nbatch: {}\n"

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tileweave.errors import InputError
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import Costs, load_calibration
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import scatter_schedule_for, schedule_for
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
-from tileweave.planning.table import nearest
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
 from tileweave.sim.machine import Network, make_cluster, with_gpus
@@ -43,15 +43,23 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
 # --- Tiles ---
 
 
+GATHERED = [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)]
+
+
 @pytest.mark.parametrize(
-    ("rows", "cols", "depth"),
-    [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)],
+    ("config", "rows", "cols", "depth"),
+    [
+        (config, *shape)
+        for config in PLANNED["all_gather_matmul"].configs
+        for shape in GATHERED
+        if config.kernel == "hopper" and config.fits_rows(shape[0])
+    ],
+    ids=str,
 )
-def test_gather_simulates_the_units_of_the_schedule(rows: int, cols: int, depth: int) -> None:
+def test_gather_simulates_the_units_of_the_schedule(
+    config: MatmulConfig, rows: int, cols: int, depth: int
+) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
-    config = nearest(
-        "all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.fits_rows(rows)
-    ).config
     schedule = schedule_for(problem, config, 0, Machine("x", "cuda", 90, 132))
     run = gather_matmul(schedule, config, COSTS, FOUR, False, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")

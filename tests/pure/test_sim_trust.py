@@ -19,7 +19,7 @@ from tileweave.sim.cells import Cell, alone, read_cells
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
 from tileweave.sim.measurements import STEADY, merge_runs, quantity_of, unsteadiness
 from tileweave.sim.packaged import devices, packaged_cells, write
-from tileweave.sim.predict import planned
+from tileweave.sim.predict import measured_config
 from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +294,7 @@ def test_components_name_the_measured_kernel(tmp_path: Path) -> None:
     in_turns = read_cells([path])
     path.write_text(json.dumps({**report, "again": True}), "utf-8")
     again = read_cells([path])
-    found = planned(again[0])
+    found = measured_config(again[0])
     assert found is not None and (found.tile_m, found.tile_n, found.transport) == (64, 64, "sm")
     before, after = ([one.predicted for one in judge(cells)[0]] for cells in (in_turns, again))
     assert after[0] == before[0] and after[1] > 1.03 * before[1] and after[2] < 1.01 * before[2]

@@ -18,7 +18,7 @@ from tileweave.errors import require
 from tileweave.files import parse_json
 from tileweave.planning.costs import DEVICES
 from tileweave.planning.problem import FUSED_WORLD_SIZES, SCALES, MatmulConfig, Problem
-from tileweave.planning.table import read_config
+from tileweave.planning.stored import read_config
 
 _REMEDY = "measure again: tileweave tune"
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}

@@ -15,12 +15,9 @@ they are always fitted and not part of any error.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +26,10 @@ from tileweave.files import read_json, short
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.costs import is_aligned
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.table import Entry, read_config, read_entries, tuned_entries
+from tileweave.planning.stored import read_config
 from tileweave.sim.modelled import MODELLED
 from tileweave.sim.results import ALLOWED, REMEDY, why_not
+from tileweave.sim.tables import Tables, read_tables, with_config
 
 RULE = (
     "held out where SHA-256 of the cell's global shape "
@@ -46,33 +44,8 @@ QUANTITIES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Measured configs by operator, as ``planning/tables/*.json`` had them at some time."""
-
-    entries: dict[str, tuple[Entry, ...]]
-
-    def of(self, op: str) -> tuple[Entry, ...]:
-        return self.entries[op]
-
-
 def _read(path: Path) -> Any:
     return read_json(path, "results in", "JSON of results", "fix the file, or name another")
-
-
-@cache
-def read_tables(path: Path) -> Tables:
-    """The tables in the folder of the results that were measured with them."""
-    allowed = "a file of tables in the folder of the results"
-    data = read_json(path, "tables", allowed, "keep it with them")
-    named = isinstance(data, dict) and isinstance(data.get("tables"), dict)
-    require(named, f"tables {short(path)} without `tables`", allowed, "keep it with them")
-    return Tables(
-        {
-            op: read_entries(json.dumps(table), f"{path.name}, {op}")
-            for op, table in data["tables"].items()
-        }
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +54,7 @@ class Cell:
 
     shape : global M, N, K; or bytes.
     graph : whether calls were replayed from a CUDA graph.
-    tables : the tables that it was planned with, if not the current ones.
+    tables : the tables that it was planned with, or its config; None: not known.
     repeats : the times whose median is ``seconds``, if the file has them.
     runs : number of measurements.
     again : calls were repeated with nothing between. (In benches, rivals take turns.)
@@ -258,34 +231,16 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
     ]
 
 
-_MEASURED_FOR = re.compile(r"as measured for M=(\d+), (\d+) local columns, K=(\d+) on (\d+) GPUs")
-
-
 def config_of_plan(op: str, plan: str) -> MatmulConfig | None:
-    """The config that the text of a plan names; None where the text does not determine it (plans
-    of before 2026-11-26 say less), or the path is unfused."""
+    """The config that the text of a plan names, among the candidates of ``op``. None where it names
+    none (plans by tables of before 2026-11-28, whose results name the tables), or the path is
+    unfused."""
     head = plan.partition("\n")[0]
     cut, _, reason = head.removeprefix("fused, ").partition(": ")
-    if not head.startswith("fused, ") or op not in PLANNED:
+    chosen = reason.startswith(("predicted", "measured here"))
+    if not head.startswith("fused, ") or not chosen or op not in PLANNED:
         return None
-    found = _MEASURED_FOR.match(reason)
-    if found:
-        place = tuple(map(int, found.groups()))
-        known = [
-            entry.config
-            for entry in tuned_entries(op)
-            if (entry.rows, entry.cols, entry.depth, entry.world_size) == place
-        ]
-    elif reason.startswith(("predicted", "measured here")):
-        known = list(PLANNED[op].configs)
-    else:
-        known = []
-    return next((config for config in known if str(config) == cut), None)
-
-
-def with_config(op: str, config: MatmulConfig) -> Tables:
-    """A table that has nothing but one config, which every shape then gets."""
-    return Tables({op: (Entry(1, 1, 1, None, config),)})
+    return next((config for config in PLANNED[op].configs if str(config) == cut), None)
 
 
 _EMBEDDING = {
@@ -348,7 +303,7 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
 
 
 def _component(source: str, data: dict[str, Any], entry: dict[str, Any]) -> Cell:
-    """A measurement of a component; ``config`` is the one measured, if not that of the tables."""
+    """A measurement of a component; ``config`` is the one measured, if it is known."""
     if "config" in entry:
         config = read_config(entry["config"], source)
         entry = {**entry, "tables": with_config(entry["op"], config)}

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from tileweave.errors import TileweaveError, require
 from tileweave.files import write_text
-from tileweave.planning import matmul
 from tileweave.planning.costs import load_calibration
-from tileweave.planning.machine import Machine
-from tileweave.planning.problem import FUSED_WORLD_SIZES, Problem
-from tileweave.sim.cells import Cell, read_cells, with_config
+from tileweave.planning.problem import FUSED_WORLD_SIZES
+from tileweave.sim.cells import Cell, read_cells
+from tileweave.sim.machine import make_cluster
 from tileweave.sim.modelled import is_matmul
-from tileweave.sim.predict import Predictor
+from tileweave.sim.plans import machine_of, plan_of
+from tileweave.sim.predict import Predictor, problem_of
+from tileweave.sim.tables import with_config
 
 DEVICES = ("h200", "h100")
 _HEAD = """# {ranks} GPUs of a node, before they were measured
@@ -40,16 +41,6 @@ Made by `python -m tileweave.sim.foresee {ranks} OUT RESULTS...` from:
 
 """
 _QUANTITIES = ("compute", "unfused", "fused", "bound")
-_CUT_COLUMNS = ("all_gather_matmul", "matmul_all_to_all")  # the others cut the depth
-
-
-def problem_of(cell: Cell) -> Problem:
-    """The problem of one rank, as the planner counts it; see ``planning.matmul``."""
-    m, n, k = cell.shape
-    ranks = cell.world_size
-    rows = m if cell.op == "matmul_all_reduce" else m // ranks
-    cols, depth = (n // ranks, k) if cell.op in _CUT_COLUMNS else (n, k // ranks)
-    return Problem(ranks, rows, cols, depth, cell.itemsize, "bfloat16")
 
 
 def among(cell: Cell, ranks: int, device: str) -> Cell | None:
@@ -61,8 +52,7 @@ def among(cell: Cell, ranks: int, device: str) -> Cell | None:
     cell = replace(cell, world_size=ranks, shape=shape, tables=None)
     if cell.quantity != "fused" or not is_matmul(cell.op):
         return cell
-    machine = Machine(f"NVIDIA {device.upper()}", "cuda", 90, 132)
-    plan = getattr(matmul, f"plan_{cell.op}")(problem_of(cell), machine, False)
+    plan = plan_of(cell.op, problem_of(cell), machine_of(make_cluster(device).device))
     return None if plan.config is None else replace(cell, tables=with_config(cell.op, plan.config))
 
 

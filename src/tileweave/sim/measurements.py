@@ -7,7 +7,8 @@ Two rules are the same for fitted and for held-out cells, and do not depend on t
 repeats; components and sweeps have medians only.
 
 *Median.* A quantity that was measured in several runs counts once, with the median of the runs. It
-is the same quantity if operator, sizes, world size, launch mode and, for fused kernels, config are
+is the same quantity if operator, sizes, world size, launch mode and, for fused kernels, the config
+that is known to have run are
 equal. A collective alone is the same whatever operator it was measured for, and so is the matmul
 before a reduce-scatter or an all-reduce.
 """
@@ -20,7 +21,7 @@ from dataclasses import replace
 from statistics import median
 
 from tileweave.sim.cells import Cell, alone
-from tileweave.sim.predict import planned
+from tileweave.sim.predict import measured_config
 
 STEADY = 0.10
 UNSTEADY = (
@@ -58,6 +59,6 @@ def quantity_of(cell: Cell) -> Hashable:
     op = cell.op
     if cell.quantity == "compute" and op == "matmul_all_reduce":
         op = "matmul_reduce_scatter"
-    config = planned(cell) if cell.quantity == "fused" else None
+    config = measured_config(cell) if cell.quantity == "fused" else None
     again = cell.again and cell.quantity == "compute"
     return op, cell.quantity, cell.shape, cell.world_size, cell.graph, cell.itemsize, config, again

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
-from tileweave.planning.candidates import takes_rows
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.costs import Calibration, Costs, load_calibration
 from tileweave.planning.machine import Machine
@@ -25,23 +24,30 @@ from tileweave.planning.matmul import (
     scatter_schedule_for,
     schedule_for,
 )
-from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
+from tileweave.planning.problem import FUSED_WORLD_SIZES, Problem
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.planning.table import Entry, nearest
 from tileweave.sim import over_nodes
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
+from tileweave.sim.plans import (
+    exchange_after,
+    exchange_before,
+    fused_config,
+    gather_problem,
+    machine_of,
+    plan_of,
+    scatter_problem,
+)
+from tileweave.sim.tables import Table
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
 from tileweave.sim.tiles_exchange import exchange_matmul
 from tileweave.sim.tiles_grouped import dispatch_matmul, matmul_combine
 
-Table = tuple[Entry, ...]
 Mode = Literal["unfused", "fused", "bound"]
 MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
-MODELLED_ALL_REDUCE_ROWS = 512  # up to here the fused all-reduce was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,11 @@ class Operators:
         self._known: dict[Any, OpTime] = {}
         self._inside: dict[Any, OpTime] = {}  # inside a node, for any number of nodes
 
+    @property
+    def machine(self) -> Machine:
+        """What tileweave's planner sees."""
+        return machine_of(self.cluster.device)
+
     def on_nodes(self, nodes: int) -> Operators:
         """The same operators with another number of nodes. Times inside a node are shared."""
         found = copy(self)
@@ -222,10 +233,10 @@ class Operators:
         )
         fused = math.inf
         if self._fuses(world):
-            fused = self.fused_all_gather_matmul(world, m, n, k)
+            if self._is_fused("all_gather_matmul", gather_problem(world, m, n, k)):
+                fused = self.fused_all_gather_matmul(world, m, n, k)
         elif self._fuses_over_nodes(world):
-            machine = machine_of(self.cluster)
-            fused = over_nodes.all_gather_matmul(self, machine, self._group(world), m, n, k)
+            fused = over_nodes.all_gather_matmul(self, self.machine, self._group(world), m, n, k)
         return self._join(
             compute, comm, fused, (world - 1) / world * nbytes, self._group(world), "all_gather"
         )
@@ -234,6 +245,10 @@ class Operators:
         """Whether there are fused kernels for ``world`` ranks: of one node, up to eight."""
         few = world in FUSED_WORLD_SIZES and world <= self.cluster.gpus_per_node
         return few and self.kernels
+
+    def _is_fused(self, op: str, problem: Problem) -> bool:
+        """Whether tileweave's plan is a fused path."""
+        return plan_of(op, problem, self.machine).path == "fused"
 
     def _fuses_over_nodes(self, world: int) -> bool:
         """Whether matmuls are fused over nodes, all of whose GPUs are in the group."""
@@ -246,14 +261,13 @@ class Operators:
     ) -> float:
         """Seconds of the fused operator, even if it is slower. The config is that of tileweave's
         plan, or by ``entries``."""
-        rows = max(m // world, 1)
-        problem = Problem(world, rows, n, k, itemsize, "bfloat16")
-        config = gather_config(world, m, n, k, entries)
+        problem = gather_problem(world, m, n, k, itemsize)
+        config = fused_config("all_gather_matmul", problem, self.machine, entries)
         if config.kernel == "library":
             if config.transport == "copy_engine":
                 return self.cublas_per_shard(world, m, n, k, itemsize)
             return self.cublas_and_exchange("all_gather", world, m, n, k, itemsize)
-        schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
+        schedule = schedule_for(problem, config, 0, self.machine)
         return gather_matmul(
             schedule, config, self.costs, self._node(world), self.graph, itemsize
         ).seconds
@@ -276,11 +290,13 @@ class Operators:
         nbytes, group = 2 * m * n, self._group(world)
         compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, group)
         factor = 2 if kind == "all_reduce" else 1
-        few_rows = kind != "all_reduce" or m <= MODELLED_ALL_REDUCE_ROWS
-        planned = few_rows and self._fuses(world)  # otherwise the plan is unfused
-        fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
+        fused = math.inf
+        if self._fuses(world) and self._is_fused(
+            f"matmul_{kind}", scatter_problem(kind, world, m, n, k)
+        ):
+            fused = self.fused_matmul_scatter(kind, world, m, n, k)
         if kind == "reduce_scatter" and self._fuses_over_nodes(world):
-            fused = over_nodes.matmul_reduce_scatter(self, machine_of(self.cluster), group, m, n, k)
+            fused = over_nodes.matmul_reduce_scatter(self, self.machine, group, m, n, k)
         return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, group, kind)
 
     def cublas_and_exchange(
@@ -313,12 +329,7 @@ class Operators:
     ) -> float:
         """cuBLAS on the rows of each rank as copy engines bring them, with launches between them
         and one after all. ``sent``: columns of what is copied; 0: k."""
-        seen = view(self._node(world), self.c.copy_fraction)
-        loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
-        each = max(
-            m / world * (sent or k) * itemsize * load / seen.capacities[link]
-            for link, load in loads.items()
-        )
+        each = self._copied(world, m / world * (sent or k) * itemsize)
         product = self.costs.matmul(max(m // world, 1), n, k, itemsize) * (1.0 + self.c.corun)
         done = product
         for step in range(1, world):
@@ -326,6 +337,25 @@ class Operators:
                 max(done, self.c.copy_latency + step * each + self.c.signal) + self.c.gap + product
             )
         return done + self.c.gap + self._queued()
+
+    def cublas_and_sends(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """cuBLAS for the rows of each rank, the own ones last. Copy engines send each product while
+        the next is computed, then one launch adds what all ranks sent."""
+        c, elements = self.c, m / world * n
+        each = self._copied(world, elements * itemsize)
+        product = self.costs.matmul(max(m // world, 1), n, k, itemsize) * (1.0 + c.corun) + c.gap
+        sent = 0.0
+        for step in range(1, world):
+            sent = max(sent, step * product + c.copy_latency) + each
+        summed = self.costs.stream((world + 1) * elements * itemsize)
+        return max(sent + c.signal, world * product) + summed + self._queued()
+
+    def _copied(self, world: int, nbytes: float) -> float:
+        """The time in which copy engines of all ranks of a node send ``nbytes`` to one other
+        each."""
+        seen = view(self._node(world), self.c.copy_fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
+        return max(nbytes * load / seen.capacities[link] for link, load in loads.items())
 
     def _queued(self) -> float:
         """How much longer an eager call of cuBLAS and launches of ours takes than a captured
@@ -344,14 +374,12 @@ class Operators:
     ) -> float:
         """Seconds of the fused x [m, k] @ w [n, k].T, whose parts along ``exchange.scatter_dim`` go
         to their ranks."""
-        rows, cols = exchange.part(m, n, world)
-        config = matmul_exchange_config(exchange, world, m, n, k, entries)
+        planned = exchange_after(exchange, world, m, n, k, itemsize)
+        config = fused_config("matmul_all_to_all", planned, self.machine, entries)
         if config.kernel == "library":
             return self.cublas_and_exchange("all_to_all", world, m, n, k, itemsize)
-        problem = Problem(
-            world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16"
-        )
-        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
+        problem = replace(planned, rows=cdiv(planned.rows, config.tile_m) * config.tile_m)
+        schedule = scatter_schedule_for(problem, config, 0, self.machine)
         return scatter_matmul(
             schedule,
             "keep",
@@ -374,14 +402,13 @@ class Operators:
         entries: Table | None = None,
     ) -> float:
         """Seconds of the fused exchange of x [m, k] and matmul with w of ``n`` rows."""
-        config = exchange_matmul_config(exchange, world, m, n, k, entries)
+        planned = exchange_before(exchange, world, m, n, k, itemsize)
+        config = fused_config("all_to_all_matmul", planned, self.machine, entries)
         if config.kernel == "library":
             rows, depth = exchange.result(m, k, world)
             return self.cublas_and_exchange("all_to_all", world, rows, n, depth, itemsize, True)
         problem = Problem(world, m, n, k, itemsize, "bfloat16")
-        schedule, parts = exchange_schedule_for(
-            problem, config, exchange, 0, machine_of(self.cluster)
-        )
+        schedule, parts = exchange_schedule_for(problem, config, exchange, 0, self.machine)
         simulated = (self.costs, self._node(world), self.graph, itemsize)
         if parts.side_by_side:
             return exchange_matmul(schedule, parts, config, *simulated).seconds
@@ -401,12 +428,15 @@ class Operators:
         or by ``entries``."""
         if kind == "all_to_all":
             return self.fused_matmul_all_to_all(Exchange(0, 0), world, m, n, k, itemsize)
-        config = scatter_config(kind, world, m, n, k, entries)
+        planned = scatter_problem(kind, world, m, n, k, itemsize)
+        config = fused_config(f"matmul_{kind}", planned, self.machine, entries)
+        if config.kernel == "library" and config.transport == "copy_engine":
+            return self.cublas_and_sends(world, m, n, k, itemsize)
         if config.kernel == "library":
             shots = config.shots
             return self.cublas_and_exchange(kind, world, m, n, k, itemsize, shots=shots)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
-        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
+        schedule = scatter_schedule_for(problem, config, 0, self.machine)
         way: Combine = (
             "sum"
             if kind == "reduce_scatter"
@@ -512,7 +542,7 @@ class Operators:
     def fused_grouped_combine(self, world: int, matmul: ExpertMatmul, itemsize: int = 2) -> float:
         """Seconds of the fused second matmul and combine inside a node, as tileweave plans it."""
         problem = matmul.problem(world, itemsize)
-        config = plan_combine(problem, machine_of(self.cluster), False).config
+        config = plan_combine(problem, self.machine, False).config
         assert config is not None, "a plan for CUDA"
         simulated = self.costs, self._node(world), self.graph, matmul.skew
         return matmul_combine(problem, config, *simulated)
@@ -545,53 +575,3 @@ def _one_node(group: Group, experts: int) -> bool:
 def _even_nodes(group: Group, experts: int) -> bool:
     """Whether the fused expert operators run over nodes."""
     return group.inside in FUSED_WORLD_SIZES and group.across > 1 and experts % group.size == 0
-
-
-def gather_config(world: int, m: int, n: int, k: int, entries: Table | None) -> MatmulConfig:
-    """The config that tileweave plans for an all-gather + matmul, or the one by ``entries``."""
-    return _nearest("all_gather_matmul", world, max(m // world, 1), n, k, entries)
-
-
-def matmul_exchange_config(
-    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None
-) -> MatmulConfig:
-    """Likewise for x [m, k] @ w [n, k].T with an exchange after it."""
-    rows, cols = exchange.part(m, n, world)
-    return _nearest("matmul_all_to_all", world, rows, cols, k, entries)
-
-
-def exchange_matmul_config(
-    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None
-) -> MatmulConfig:
-    """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
-    rows, depth = exchange.part(m, k, world)
-    return _nearest("all_to_all_matmul", world, rows, n, depth, entries)
-
-
-def scatter_config(
-    kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None
-) -> MatmulConfig:
-    """The config that tileweave plans for a reduce-scatter or an all-reduce, or the one by
-    ``entries``."""
-    if kind == "all_reduce":
-        return _nearest("matmul_all_reduce", world, m, n, k, entries)
-    return _nearest("matmul_reduce_scatter", world, cdiv(m, world), n, k, entries)
-
-
-def _nearest(
-    op: str, world: int, rows: int, cols: int, depth: int, entries: Table | None
-) -> MatmulConfig:
-    """``rows``: as a planner counts them."""
-
-    def can_run(config: MatmulConfig) -> bool:
-        # two shots that kernels push themselves: in tables of measurements of an earlier version
-        earlier = op == "matmul_all_reduce" and config.shots == 2 and config.transport == "sm"
-        return earlier or takes_rows(op, config, rows, world)
-
-    whole = rows if op == "matmul_all_reduce" else rows * world
-    return nearest(op, world, whole, cols, depth, can_run, entries).config
-
-
-def machine_of(cluster: Cluster) -> Machine:
-    """The machine that tileweave's planner would see."""
-    return Machine(cluster.device.name, "cuda", 90, cluster.device.num_sms)

@@ -21,8 +21,9 @@ from typing import Any
 
 from tileweave.errors import TileweaveError, require
 from tileweave.planning.problem import MatmulConfig
-from tileweave.planning.table import read_entries
-from tileweave.sim.cells import Cell, Tables, read_cells, read_tables
+from tileweave.planning.stored import read_config
+from tileweave.sim.cells import Cell, read_cells
+from tileweave.sim.tables import Tables, read_entries, read_tables, with_config
 
 _FOLDER = resources.files("tileweave.sim") / "data" / "cells"
 _COMMA = ",\n"
@@ -81,20 +82,20 @@ def _cell(source: str, entry: dict[str, Any], tables: Tables | None) -> Cell:
 @cache
 def _table_of(op: str, config: str) -> Tables:
     """A table that has nothing but the configuration of one cell."""
-    entry = {"rows": 1, "cols": 1, "depth": 1, "us": None, "config": json.loads(config)}
-    return Tables({op: read_entries(json.dumps({"entries": [entry]}), op)})
+    return with_config(op, read_config(json.loads(config), op))
 
 
 def extract(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run of one results file, and the tables that it names, as a package file has both."""
     cells = read_cells([path])  # which checks the file, and the one that it names
     named = json.loads(path.read_text("utf-8")).get("tuned")
-    planned_with = read_tables(path.parent / named) if named else None
-    tables = json.loads((path.parent / named).read_text("utf-8"))["tables"] if named else {}
+    file = path.parent / named if named else None
+    planned_with = read_tables(file) if file else None
     entries = [_entry(cell, planned_with) for cell in cells]
-    return {"source": path.name, "tables": named, "cells": entries}, {
-        named: tables
-    } if named else {}
+    run = {"source": path.name, "tables": file and file.name, "cells": entries}
+    if file is None:
+        return run, {}
+    return run, {file.name: json.loads(file.read_text("utf-8"))["tables"]}
 
 
 def _entry(cell: Cell, planned_with: Tables | None) -> dict[str, Any]:

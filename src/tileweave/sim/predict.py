@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tileweave.planning.costs import SHORT, Calibration
-from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.cells import Cell, alone
 from tileweave.sim.collectives import KINDS, Group
@@ -16,12 +16,9 @@ from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
     ExpertMatmul,
     Operators,
-    Table,
-    exchange_matmul_config,
-    gather_config,
-    matmul_exchange_config,
-    scatter_config,
 )
+from tileweave.sim.plans import exchange_after, exchange_before, gather_problem, scatter_problem
+from tileweave.sim.tables import Table, nearest
 from tileweave.sim.transformer import Layer, Model
 
 # as in the benches: Ulysses, columns out and rows in, and back
@@ -69,23 +66,27 @@ class Predictor:
 
 
 def _entries(cell: Cell) -> Table | None:
-    """The table that a cell was planned with, if not the current one."""
+    """The table that a cell was planned with, or that of its config."""
     return cell.tables and cell.tables.of(cell.op)
 
 
-def planned(cell: Cell) -> MatmulConfig | None:
-    """The config with which a fused cell was measured."""
-    if not is_matmul(cell.op):
-        return None
+def problem_of(cell: Cell) -> Problem:
+    """The problem of one rank of a cell of a matmul operator, as the planner counts it."""
     m, n, k = cell.shape
-    world, entries = cell.world_size, _entries(cell)
+    world, itemsize = cell.world_size, cell.itemsize
     if cell.op == "matmul_all_to_all":
-        return matmul_exchange_config(_BEHIND, world, m // world, n, k, entries)
+        return exchange_after(_BEHIND, world, m // world, n, k, itemsize)
     if cell.op == "all_to_all_matmul":
-        return exchange_matmul_config(_BEFORE, world, m, n, k // world, entries)
+        return exchange_before(_BEFORE, world, m, n, k // world, itemsize)
     if cell.op == "all_gather_matmul":
-        return gather_config(world, m, n // world, k, entries)
-    return scatter_config(_SCATTERS[cell.op], world, m, n, k // world, entries)
+        return gather_problem(world, m, n // world, k, itemsize)
+    return scatter_problem(_SCATTERS[cell.op], world, m, n, k // world, itemsize)
+
+
+def measured_config(cell: Cell) -> MatmulConfig | None:
+    """The config with which a fused cell was measured; None where it is not known."""
+    entries = _entries(cell) if is_matmul(cell.op) else None
+    return None if entries is None else nearest(cell.op, problem_of(cell), entries).config
 
 
 @_predicts("all_gather_matmul")

@@ -358,6 +358,7 @@ class _Scatter(Kernel):
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
         self.got: dict[tuple[int, int], simpy.Event] = {}
+        self.gathered: dict[int, simpy.Event] = {}  # by chunk
         self.queue: simpy.Store = simpy.Store(self.env)
         loads = self.view.loads(inside_hops(cluster, 1))
         self.rate = min(
@@ -451,8 +452,11 @@ class _Scatter(Kernel):
         chunk when all its tiles are there. By symmetry they come when own ones do at peers."""
         size, cols = self.owners.world_size, self.owners.tile_cols
         for chunk in range(self.owners.chunks):
-            first, end = self.owners.chunk_bounds(chunk)
-            yield self.env.all_of([self._event(RESULT, i) for i in range(first * cols, end * cols)])
+            if chunk not in self.gathered:  # one for all programs, as it is of many tiles
+                first, end = self.owners.chunk_bounds(chunk)
+                tiles = [self._event(RESULT, i) for i in range(first * cols, end * cols)]
+                self.gathered[chunk] = self.env.all_of(tiles)
+            yield self.gathered[chunk]
             moved = 2.0 * (size - 1) * self._chunk_bytes(chunk)
             yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
 
@@ -464,7 +468,9 @@ class _Scatter(Kernel):
         return c.copy_wait + c.copy_queued + (c.copy_look if idle else 0.0)
 
     def _event(self, step: int, index: int) -> simpy.Event:
-        return self.got.setdefault((step, index), self.env.event())
+        if (step, index) not in self.got:
+            self.got[step, index] = self.env.event()
+        return self.got[step, index]
 
     def _program(self, program: int, units: list[Unit]) -> Generator[simpy.Event, Any, None]:
         size, mine, made = self.owners.world_size, [], []
