@@ -20,6 +20,7 @@ from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.ops import reference
+from tileweave.planning import choices
 from tileweave.planning.problem import MatmulConfig
 
 PATH = "fused" if has_kernel(AR) else "unfused"
@@ -308,6 +309,27 @@ def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, in
         case(*shape, "float16", integers=True),
     ]
     worlds("gloo", size).run(parity.parity, cases, ONE_SHOT)
+
+
+def amid_nan(rows: int, cols: int) -> torch.Tensor:
+    """Random numbers, with NaN before and after them in memory."""
+    memory = torch.full((rows * cols + 128,), math.nan)
+    return memory[64 : 64 + rows * cols].view(rows, cols).normal_()
+
+
+def one_shot_amid_nan(me: Member) -> None:
+    for rows in (1, 5, ONE_SHOT.tile_m):
+        x, w = amid_nan(rows, 13), amid_nan(20, 13)
+        with choices.forced(AR, ONE_SHOT):
+            y = tw.matmul_all_reduce(x, w)
+        right, _ = reference.matmul_all_reduce(x, w, None, dist.group.WORLD)
+        assert torch.allclose(y, right, atol=1e-5)
+
+
+@fused
+def test_one_shot_reads_nothing_but_its_operands(world: World) -> None:
+    """K ends inside a block, whose other elements must not be multiplied, not even by zero."""
+    world.run(one_shot_amid_nan)
 
 
 @fused
