@@ -106,6 +106,15 @@ def test_every_operator_that_is_one_matmul_is_planned() -> None:
 
 
 @pytest.mark.parametrize("op", TUNABLE)
+def test_interpreted_candidates_have_a_time(op: str) -> None:
+    """A tuner measures them on a CPU, and plans compare with the closed form."""
+    costs = Costs(data_sheet(H200), load_calibration("h100").coefficients)
+    p = Problem(2, 8, 64, 64, 4, "float32")
+    tried = candidates(op, p, replace(H200, backend="cpu"))
+    assert tried and all(seconds(op, p, one, costs, 4e11) > 0 for one in tried)
+
+
+@pytest.mark.parametrize("op", TUNABLE)
 def test_more_work_takes_longer(op: str) -> None:
     """The closed form of each candidate, with twice the columns, K, or bytes per second."""
     sheet = data_sheet(H100)

@@ -128,7 +128,8 @@ def _one_shot(p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate
     ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
     tiles = cdiv(cdiv(w.n, config.tile_n), device.num_sms)  # of a multiprocessor
     fit = max(1, min(_SHARED_BYTES // (ring + 1024), _WARPS // config.num_warps))
-    in_flight = min(fit, tiles) * ring * (config.num_stages - 1) / config.num_stages
+    ahead = max(config.num_stages - 1, 1) / config.num_stages  # what is loaded while one multiplies
+    in_flight = min(fit, tiles) * ring * ahead
     tile = config.tile_n * w.k * p.itemsize * lines
     stream = norm(_OVERLAP, tile / costs.c.matmul_stream, tile * _LOAD_SECONDS / in_flight)
     memory = (w.n * w.k * lines + w.m * w.n) * p.itemsize
