@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.signal import INTERPRETED
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 
 LEAST = 1e-12  # as torchao has it
 GROUP = 128
@@ -173,7 +173,7 @@ def quantize_launcher(
                 "other_scale": other_scale,
             }
 
-        return (x.dtype, *[word % 16 == 0 for word in words]), words, changing, ()
+        return (x.dtype, alignment(words)), words, changing, ()
 
     fixed = {
         "pitch": pitch.data,
@@ -309,7 +309,7 @@ def columns_launchers(
                 found["scale"], found["other_scale"] = made[2:]
             return found
 
-        return (tensors[0].dtype, *[word % 16 == 0 for word in words]), words, changing, ()
+        return (tensors[0].dtype, alignment(words)), words, changing, ()
 
     sizes = {"rows": rows, "cols": cols, "other_cols": other_cols, "WHOLE": whole}
     sizes["BOTH"] = other_cols > 0

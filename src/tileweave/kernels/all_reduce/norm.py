@@ -91,7 +91,7 @@ def norm_quantize_launcher(rows: int, cols: int, in_blocks: bool) -> Launcher:
         def changing() -> dict[str, Any]:
             return {"y": y, "weight": weight, "data": data, "scale": scale, "eps": eps}
 
-        return (y.dtype, *(word % 16 == 0 for word in words)), (*words, eps), changing, ()
+        return (y.dtype, alignment(words)), (*words, eps), changing, ()
 
     block = max(triton.next_power_of_2(cols), GROUP)
     fixed = {"rows": rows, "cols": cols, "BLOCK": block, "GROUP": GROUP if in_blocks else block}
