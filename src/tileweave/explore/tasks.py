@@ -254,10 +254,11 @@ class Tasks:
 
     def _stuck(self) -> bool:
         """Whether it is final that no task can run. A task that polled in vain gets one more chance
-        to do something else."""
+        to do something else: it polls all places again, since it may have stopped between them."""
         again = [t for t in self.tasks if t.state == "parked" and t.polled and not t.patient]
         for task in again:
-            task.state, task.patience, task.patient = "ready", 3, True
+            task.state, task.patient = "ready", True
+            task.patience = 1 + 2 * len(task.polled)
         return not again
 
     def _waiting_tasks(self) -> str:
