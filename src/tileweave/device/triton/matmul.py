@@ -46,15 +46,19 @@ def matmul_tile(
     [K, N], its rows ``stride_w`` apart: a weight as backward reads it. ``start``: what the sum
     begins with. ``PROMOTE``: of FP8, sums are rounded to fp32 after each K block; tensor cores keep
     fewer bits between.
+
+    Low and wide tiles are multiplied as w @ x.T: the tensor cores of Hopper take at least 64 rows
+    of the first matrix at a time, but as few as 8 columns of the second.
     """
+    W_FIRST: tl.constexpr = TILE_M < 64 and TILE_N >= 64
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
     w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
     few = (tl.arange(0, TILE_M) < rows)[:, None]
     if start is None:
-        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+        acc = tl.zeros((TILE_N, TILE_M) if W_FIRST else (TILE_M, TILE_N), tl.float32)
     else:
-        acc = start
+        acc = start.trans(1, 0) if W_FIRST else start
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
         inside = (index < depth)[None, :]
@@ -78,11 +82,15 @@ def matmul_tile(
         if INTERPRETED:  # the interpreter multiplies bf16 as bit patterns
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        if PROMOTE:
-            acc += tl.dot(a, b.trans(1, 0), input_precision="ieee")
+        if W_FIRST:
+            first, second = b, a.trans(1, 0)
         else:
-            acc = tl.dot(a, b.trans(1, 0), acc, input_precision="ieee")
-    return acc
+            first, second = a, b.trans(1, 0)
+        if PROMOTE:
+            acc += tl.dot(first, second, input_precision="ieee")
+        else:
+            acc = tl.dot(first, second, acc, input_precision="ieee")
+    return acc.trans(1, 0) if W_FIRST else acc
 
 
 class BlockScales(NamedTuple):
