@@ -301,14 +301,18 @@ def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
 
 
 @fused
+@pytest.mark.parametrize("team", [1, 3])  # with a team of 3 some of SHAPES have fewer K blocks
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", [s for s in SHAPES.values() if s[0] <= ONE_SHOT.tile_m], ids=str)
-def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
+def test_parity_of_one_shot(
+    worlds: Worlds, size: int, shape: tuple[int, int, int], team: int
+) -> None:
     cases = [
         case(*shape, bias=True, residual=True, norm=True),
         case(*shape, "float16", integers=True),
     ]
-    worlds("gloo", size).run(parity.parity, cases, ONE_SHOT)
+    config = replace(ONE_SHOT, team=team, tile_n=ONE_SHOT.tile_n if team == 1 else 64)
+    worlds("gloo", size).run(parity.parity, cases, config)
 
 
 def amid_nan(rows: int, cols: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ from tests.explore.mutants_experts import PARTITIONS
 from tests.explore.mutants_experts_over_nodes import MUTANTS as EXPERTS_OVER_NODES
 from tests.explore.mutants_gather import MUTANTS as GATHERS
 from tests.explore.mutants_nodes import MUTANTS as NODES
+from tests.explore.mutants_one_shot import MUTANTS as ONE_SHOT
 from tests.explore.mutants_over_nodes import MUTANTS as OVER_NODES
 from tests.explore.mutants_scaled import MUTANTS as SCALED
 from tests.explore.mutants_time_outs import MUTANTS as TIME_OUTS
@@ -51,6 +52,7 @@ MUTANTS = (
     *DISPATCH,
     *EXCHANGES,
     *BY_TILES,
+    *ONE_SHOT,
     *GATHERS,
     *NODES,
     *OVER_NODES,

@@ -57,7 +57,6 @@ WORDS, REMOTE, MATMUL, TILE = (
     "device/triton/tiles.py",
 )
 
-ONE_SHOT = "kernels/all_reduce/one_shot.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = (
     "kernels/reduce_scatter/triton.py",
@@ -83,7 +82,6 @@ _EXACT = "unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
 _WAIT = "token = wait(peers, signal, epoch, " + _EXACT
 _PUSHED = "            await_pushed(peers, epoch, C.WORLD_SIZE)\n"
 _LEAVE = "    leave(peers, epoch, num_programs)\n"
-_EARLY = "        leave_early(peers, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
@@ -592,51 +590,5 @@ MUTANTS: tuple[Mutant, ...] = (
         "instance.layout.data(s.rank, chunk), aside=True))\n",
         "",
         RS + "copy engine",
-    ),
-    # --- matmul_all_reduce in one shot ---
-    Mutant("one shot with one slot", ONE_SHOT, "(epoch & 1).to", "(epoch & 0).to", AR + "one shot"),
-    Mutant(
-        "one shot forgets a rank",
-        ONE_SHOT,
-        "static_range(WORLD_SIZE):",
-        "static_range(WORLD_SIZE - 1):",
-        AR + "one shot",
-    ),
-    Mutant("one shot leaves twice", ONE_SHOT, _EARLY, _EARLY + _EARLY, AR + "one shot"),
-    Mutant("one shot never leaves", ONE_SHOT, _EARLY, "        pass\n", AR + "one shot"),
-    Mutant(
-        "one shot into one place",
-        ONE_SHOT,
-        "rank.to(tl.int64) * place_size",
-        "0 * place_size",
-        AR + "one shot",
-    ),
-    Mutant(
-        "norms do not wait for the sum",
-        ONE_SHOT,
-        "        wait(counters",
-        "        0 and wait(counters",
-        AR + "one shot, norm",
-    ),
-    Mutant(
-        "a tile is counted without a release",
-        ONE_SHOT,
-        'sem="acq_rel"',
-        'sem="relaxed"',
-        AR + "one shot, norm",
-    ),
-    Mutant(
-        "norms begin a tile early",
-        ONE_SHOT,
-        "== num_tiles - 1:",
-        "== num_tiles - 2:",
-        AR + "one shot, norm",
-    ),
-    Mutant(
-        "the count of tiles is not reset",
-        ONE_SHOT,
-        "                tl.store(counters, 0)\n",
-        "",
-        AR + "one shot, norm",
     ),
 )

@@ -57,11 +57,15 @@ def test_parity(largest: World) -> None:
 
 
 @fused
-def test_parity_of_one_shot(largest: World) -> None:
+@pytest.mark.parametrize(
+    ("tile_n", "team"), [(64, 1), (32, 1), (64, 4)], ids=["w first", "x first", "teams"]
+)
+def test_parity_of_one_shot(largest: World, tile_n: int, team: int) -> None:
+    config = replace(ONE_SHOT, tile_n=tile_n, team=team)
     shapes = [shape for shape in SHAPES.values() if shape[0] <= ONE_SHOT.tile_m]
     cases = [case(*shape, **more) for shape in shapes for more in (FULL, {"integers": True})]
-    largest.run(parity.parity, cases, ONE_SHOT, timeout=200)
-    largest.run(parity.many_calls, cases[::2], ONE_SHOT, 250, 0.0005, timeout=200)
+    largest.run(parity.parity, cases, config, timeout=200)
+    largest.run(parity.many_calls, cases[::2], config, 250, 0.0005, timeout=200)
 
 
 BY_TILES = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=4, split_tail=False)

@@ -51,6 +51,7 @@ PAUSED = (
     COPIED_SUMS,
     GATHER,
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
+    OneShot("one shot, teams", triton_config("sm", shots=1, team=2), ((3, 16, 32),), norm=False),
     MatmulReduce(
         "library",
         "matmul_reduce_scatter",

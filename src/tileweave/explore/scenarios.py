@@ -621,6 +621,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 17, 17), (5, 33, 12)), norm=False),
     OneShot("one shot, tall", triton_config("sm", shots=1, tile_m=32), ((32, 17, 12),), norm=False),
     OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 17, 12), (3, 33, 17)), norm=True),
+    OneShot(
+        "one shot, teams",
+        triton_config("sm", shots=1, tile_n=64, team=2),
+        ((3, 17, 33), (5, 70, 8)),
+        norm=False,
+    ),
+    OneShot(
+        "one shot, teams, norm", triton_config("sm", shots=1, team=3), ((2, 33, 40),), norm=True
+    ),
     MatmulReduce(
         "by tiles",
         "matmul_all_reduce",

@@ -31,8 +31,8 @@ def _uncut(config: MatmulConfig, slices: int = 32) -> MatmulConfig:
     return replace(config, split_tail=False, team=1, num_slices=slices)
 
 
-def _one_shot(m: int, n: int, k: int, stages: int, warps: int) -> MatmulConfig:
-    return MatmulConfig("triton", "sm", m, n, k, stages, warps, shots=1)
+def _one_shot(m: int, n: int, k: int, stages: int, warps: int, team: int = 1) -> MatmulConfig:
+    return MatmulConfig("triton", "sm", m, n, k, stages, warps, team=team, shots=1)
 
 
 _LARGE_BLOCKS = _launch(128, 8, 64), _launch(128, 16, 128)
@@ -71,8 +71,11 @@ _REDUCE = (
     _one_shot(16, 32, 128, 5, 2),
     _one_shot(16, 32, 256, 5, 4),
     _one_shot(16, 64, 256, 4, 4),
+    *(_one_shot(16, 64, 128, 6, 4, team) for team in (1, 2, 4)),
+    _one_shot(16, 128, 128, 3, 4),
     _one_shot(32, 32, 256, 4, 4),
-    _one_shot(32, 64, 128, 5, 4),
+    *(_one_shot(32, 64, 128, 5, 4, team) for team in (1, 2, 4)),
+    _one_shot(32, 128, 128, 3, 4),
 )
 
 

@@ -122,25 +122,25 @@ def _send_shards(p: Problem, w: Work, costs: Costs, link_rate: float) -> float:
 
 
 def _one_shot(p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate: float) -> float:
-    """Each program streams the rows of w of one tile and sends its sums to all others. Loads of the
-    programs that share a multiprocessor overlap; its last tile decides."""
+    """Each program streams its part of the rows of w of one tile, and sends its sums to all others.
+    Loads of the programs that share a multiprocessor overlap; its last program decides."""
     device, lines = costs.device, _PARTIAL_LINES if p.depth * p.itemsize % 128 else 1.0
     ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
-    tiles = cdiv(cdiv(w.n, config.tile_n), device.num_sms)  # of a multiprocessor
+    programs = cdiv(cdiv(w.n, config.tile_n) * config.team, device.num_sms)  # of a multiprocessor
     fit = max(1, min(_SHARED_BYTES // (ring + 1024), _WARPS // config.num_warps))
     ahead = max(config.num_stages - 1, 1) / config.num_stages  # what is loaded while one multiplies
-    in_flight = min(fit, tiles) * ring * ahead
-    tile = config.tile_n * w.k * p.itemsize * lines
-    stream = norm(_OVERLAP, tile / costs.c.matmul_stream, tile * _LOAD_SECONDS / in_flight)
+    in_flight = min(fit, programs) * ring * ahead
+    part = config.tile_n * w.k / config.team * p.itemsize * lines
+    stream = norm(_OVERLAP, part / costs.c.matmul_stream, part * _LOAD_SECONDS / in_flight)
     memory = (w.n * w.k * lines + w.m * w.n) * p.itemsize
     return (
         _ONE_SHOT_SECONDS
         + norm(
             _OVERLAP,
-            tiles * stream + cdiv(tiles, fit) * _ONE_SHOT_TILE_SECONDS,
+            programs * stream + cdiv(programs, fit) * _ONE_SHOT_TILE_SECONDS,
             memory / (_ONE_SHOT_MEMORY * device.memory_rate),
         )
-        + w.nbytes * p.world_size / link_rate
+        + w.nbytes * p.world_size * config.team / link_rate
     )
 
 

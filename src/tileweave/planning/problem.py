@@ -56,7 +56,8 @@ class MatmulConfig(_CachedHash):
     band_sources : sources of an all-gather whose tiles form one band.
     cut_bands : whether each band is a segment with waves of its own; see
         ``schedules.gather.TileSchedule``.
-    team : programs that share columns of w in the tiles that are cut along K.
+    team : programs that share columns of w in the tiles that are cut along K; in one shot (kernel
+        ``"triton"``), programs that multiply each tile, cut along K.
     own_first : compute the own shard alone before the bands; otherwise it is in the first band.
     shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
         rank sums its part and sends the result to the others, which is fewer bytes from three ranks
@@ -105,6 +106,8 @@ class MatmulConfig(_CachedHash):
         text = f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
         if self.transport == "copy_engine" and self.num_slices < 32:
             text += f", {self.num_slices} slices"
+        if self.shots == 1:
+            return f"{text}, cut along K in {self.team}" if self.team > 1 else text
         return f"{text}, tail cut along K" if self.split_tail else text
 
 

@@ -176,7 +176,17 @@ def await_pushed(peers, epoch, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def take_marked(
-    peers, acc, pointers, stride, mask, first_peer, skip, unit, epoch, COUNT: tl.constexpr
+    peers,
+    acc,
+    pointers,
+    stride,
+    mask,
+    first_peer,
+    skip,
+    unit,
+    epoch,
+    COUNT: tl.constexpr,
+    EACH: tl.constexpr = 1,
 ):
     """``acc`` plus ``COUNT`` parts that announce themselves; see ``self_signaling.take_marked``."""
     return self_signaling.take_marked(
@@ -192,6 +202,7 @@ def take_marked(
         peers.report,
         COUNT,
         MAX_SLICES,
+        EACH,
     )
 
 

@@ -124,15 +124,16 @@ def take_marked(
     report,
     COUNT: tl.constexpr,
     SIGNALS: tl.constexpr,
+    EACH: tl.constexpr = 1,
 ):
     """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in
     that order.
 
-    ``mask``: the elements that are sent. Part i comes from rank ``first_peer + i``, or from the
-    next one if that is ``skip`` or more: the rank that sends none (R: no such rank). A part that
-    has not come in time is reported as that rank's (each has ``SIGNALS`` signals), sets the fault,
-    and makes the sum NaN: so callers need not look at the fault afterwards, which would be one more
-    load in the latency of small messages.
+    ``mask``: the elements that are sent. Each rank sends ``EACH`` parts, one after the other: part
+    i comes from rank ``first_peer + i // EACH``, or from the next one if that is ``skip`` or more:
+    the rank that sends none (R: no such rank). A part that has not come in time is reported as that
+    rank's (each has ``SIGNALS`` signals), sets the fault, and makes the sum NaN: so callers need
+    not look at the fault afterwards, which would be one more load in the latency of small messages.
     """
     # loaded here, concurrently with the data
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
@@ -158,7 +159,7 @@ def take_marked(
             for i in tl.static_range(COUNT):
                 value = tl.load(pointers + i * stride, mask=mask, volatile=True)
                 if tl.max(tl.max(_missing(value, mask), axis=1), axis=0) > 0:
-                    late = tl.cast(first_peer, tl.int32) + i
+                    late = tl.cast(first_peer, tl.int32) + i // EACH
             if late >= skip:
                 late += 1
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)

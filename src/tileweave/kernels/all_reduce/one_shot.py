@@ -1,35 +1,38 @@
 """matmul_all_reduce in one shot: out[M, N] = sum over ranks of x[M, k] @ w[N, k].T for few rows, in
 one launch; then, if requested, + bias, + residual, and an RMSNorm of each row.
 
-    x     [M, k]              M at most TILE_M, k = K/R
+    x     [M, k]                 M at most TILE_M, k = K/R
     w     [N, k]
-    slot  [R, tiles, tile]    one of two, by parity of the epoch; part i has the partial sums of
-                              rank i
+    slot  [R, TEAM, tiles, tile] one of two, by parity of the epoch; part [i, j] has the partial
+                                 sums of program j of rank i
 
-What is written where. Each column tile has one program: it streams its rows of w, rounds its
-partial sum, stores it into its rank's part of the slots of all ranks, its own included, and polls
-for the same tile of all ranks. Every rank sums the same numbers in rank order, in fp32, and rounds
-once: results are equal on all ranks, bit by bit. The data is self-signaling
-(``device/triton/self_signaling.py``): no signal, no fence.
+What is written where. Each column tile has a team of programs, mostly one; few columns have too few
+tiles to read w as fast as memory can. Each program streams its part along K of the tile's rows of
+w, rounds its partial sum and stores it into its part of the slots of all ranks, its own included.
+The last program of a team polls for the partial sums of the tile by all programs of all ranks.
+Every rank sums the same numbers in the same order, in fp32, and rounds once: results are equal on
+all ranks, bit by bit. The data is self-signaling (``device/triton/self_signaling.py``): no signal,
+no fence.
 
 ======================  =====  ===========================  ========================================
 signal (int32, local)   value  notifier                     waiter
 ======================  =====  ===========================  ========================================
-counters[0] (``NORM``)  tiles  programs of tiles, one each  none: the last of them resets it to zero
-counters[1] (``NORM``)  epoch  the last of them             norm programs, for all tiles
+counters[0] (``NORM``)  tiles  the last of each team        none: the last of all resets it to zero
+counters[1] (``NORM``)  epoch  the last of all              norm programs, for all tiles
 ======================  =====  ===========================  ========================================
 
-    program t | stream w | push to all | poll, sum, bias, residual | (NORM: round, store, count) |
-    norm programs                                                                 | a row each |
+    last of a team | stream w | push to all | poll, sum, bias, residual | (NORM: store, count) |
+    others         | stream w | push to all |
+    norm programs                                                               | a row each |
 
 Why no slot is overwritten: every tile needs data of every peer. So when call n ends on this rank,
 each peer has begun call n and has ended call n-1, the last reader of the slot (and writer of its
 zeros) that call n+1 writes. The epoch may advance while programs still poll: the next call starts
 when this one has ended (``leave_early``).
 
-Why no rank waits for ever: a program pushes before it waits, and waits for the same program of
-peers; norm programs have the highest numbers and wait for lower ones. So programs need not be
-resident at the same time, and the interpreter may run them in turn.
+Why no rank waits for ever: a program pushes before it waits, and waits for lower programs, and for
+those with the same numbers on peers; norm programs have the highest numbers. So programs need not
+be resident at the same time, and the interpreter may run them in turn.
 
 With more programs than fit at the same time, early tiles travel while later ones stream.
 
@@ -88,7 +91,7 @@ class Tensors(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers that belong to the shape.
 
-    place_size : elements of a slot for one rank.
+    place_size : elements of a slot for one program of each team of one rank.
 
     cols : of ``out``.
 
@@ -110,6 +113,8 @@ class Sizes(NamedTuple):
 class Choices(NamedTuple):
     """Decided when the kernel is compiled.
 
+    TEAM : programs that multiply a tile, each a part of K.
+
     EVEN_K : the depth is a multiple of ``TILE_K``.
 
     FEW_ROWS : the tile has more rows than x.
@@ -121,6 +126,7 @@ class Choices(NamedTuple):
     TILE_M: int
     TILE_N: int
     TILE_K: int
+    TEAM: int
     EVEN_K: bool
     FEW_ROWS: bool
     HAS_BIAS: bool
@@ -130,90 +136,49 @@ class Choices(NamedTuple):
 
 
 @triton.jit
-def exchange(
-    acc,
-    row,
-    col,
-    rows,
-    peers,
-    slots,
-    slot_offset,
-    place_size,
-    tile,
-    rank,
-    epoch,
-    fault,
-    num_programs,
-    dtype: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Push this rank's partial sum to all ranks, itself included, and add what all pushed, in rank
-    order.
+def push(acc, within, mask, slots, place, place_size, C: tl.constexpr):
+    """Store this program's partial sums into a place in the slots of all ranks, this one included.
 
-    ``slots``: where the slots of all ranks begin. ``place_size``: elements of a slot for one rank.
-    ``fault``: as it was when the program began. After a time-out of an earlier call no wait holds
-    this rank, and it may be two calls ahead of a rank that still polls this slot: so it pushes
-    nothing.
+    ``within``: elements of a tile, from where places begin. ``slots``: where the slots of all ranks
+    begin. ``place_size``: elements of a place.
     """
-    TILE_M: tl.constexpr = C.TILE_M
-    TILE_N: tl.constexpr = C.TILE_N
-    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
-    within = (
-        tile.to(tl.int64) * (TILE_M * TILE_N)
-        + (row * TILE_N)[:, None]
-        + tl.arange(0, TILE_N)[None, :]
-    )
-    mask = (row < rows)[:, None] & (col >= 0)[None, :]
-    value = acc.to(dtype)
-    for i in tl.static_range(WORLD_SIZE):
-        target = tl.multiple_of(slots[i], 16) + slot_offset + rank.to(tl.int64) * place_size
-        put_marked(target + within, value, mask & (row < tl.where(fault == 0, rows, 0))[:, None])
-    if TILE_M < AT_THE_END:
-        leave_early(peers, epoch, num_programs)
-    return take_marked(
-        peers,
-        tl.zeros((TILE_M, TILE_N), tl.float32),
-        peers.slots + slot_offset + within,
-        place_size,
-        mask,
-        0,
-        WORLD_SIZE,
-        tile,
-        epoch,
-        WORLD_SIZE,
-    )
+    for i in tl.static_range(C.WORLD_SIZE):
+        target = tl.multiple_of(slots[i], 16) + place.to(tl.int64) * place_size
+        put_marked(target + within, acc, mask)
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "num_tiles"])
 def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, C: tl.constexpr):
-    """Column tiles, then norm programs; see the module's docstring for the protocol."""
+    """Teams of column tiles, then norm programs; see the module's docstring for the protocol."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     TILE_M: tl.constexpr = C.TILE_M
     TILE_N: tl.constexpr = C.TILE_N
+    TEAM: tl.constexpr = C.TEAM
     out, kept, cols = tensors.out, tensors.kept, sizes.cols
     dtype: tl.constexpr = out.dtype.element_ty
     counters = peers.counters
     program = tl.program_id(0)
     epoch = load_epoch(peers)
     fault = faulted(peers)
-    if program < num_tiles:
+    if program < num_tiles * TEAM:
         # Where the slots of all ranks begin, the next rank's first. Loaded here: a load after the
         # matmul takes 0.6 us.
         slots = ()
         for i in tl.static_range(1, WORLD_SIZE + 1):
             slots = slots + (slots_at(peers, (rank + i) % WORLD_SIZE, dtype),)
+        tile, part = program // TEAM, program % TEAM
         row = tl.arange(0, TILE_M)
-        col = program * TILE_N + tl.arange(0, TILE_N)
+        col = tile * TILE_N + tl.arange(0, TILE_N)
         a_rows = tensors.x + tl.minimum(row, rows - 1).to(tl.int64) * sizes.stride_x
         acc = matmul_tile(
             a_rows,
             tensors.w,
             sizes.stride_w,
-            program,
+            tile,
             cols,
             sizes.depth,
-            0,
-            sizes.k_blocks,
+            part * sizes.k_blocks // TEAM,
+            (part + 1) * sizes.k_blocks // TEAM,
             TILE_M,
             TILE_N,
             C.TILE_K,
@@ -228,42 +193,52 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
             bias = tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)
         if C.HAS_RESIDUAL:
             residual = tl.load(tensors.residual + at, mask=mask, other=0.0).to(tl.float32)
-        acc = exchange(
-            acc,
-            row,
-            col,
-            rows,
-            peers,
-            slots,
-            (epoch & 1).to(tl.int64) * peers.slot_size,
-            sizes.place_size,
-            program,
-            rank,
-            epoch,
-            fault,
-            tl.num_programs(0),
-            dtype,
-            C,
+        within = (
+            (epoch & 1).to(tl.int64) * peers.slot_size
+            + tile.to(tl.int64) * (TILE_M * TILE_N)
+            + (row * TILE_N)[:, None]
+            + tl.arange(0, TILE_N)[None, :]
         )
-        if C.HAS_BIAS:
-            acc += bias[None, :]
-        if C.HAS_RESIDUAL:
-            acc += residual
-        result = expected_zero(acc.to(dtype))
-        if C.NORM:
-            tl.store(kept + at, result, mask=mask)
-            tl.debug_barrier()
-            if tl.atomic_add(counters, 1, sem="acq_rel", scope="gpu") == num_tiles - 1:
-                tl.store(counters, 0)
-                notify(counters + 1, epoch)
-        else:
-            tl.store(out + at, result, mask=mask)
+        # After a time-out of an earlier call no wait holds this rank, and it may be two calls ahead
+        # of a rank that still polls this slot: so it pushes nothing.
+        sent = (row < tl.where(fault == 0, rows, 0))[:, None] & (col >= 0)[None, :]
+        push(acc.to(dtype), within, sent, slots, rank * TEAM + part, sizes.place_size, C)
+        if TILE_M < AT_THE_END:
+            leave_early(peers, epoch, tl.num_programs(0))
+        if part == TEAM - 1:
+            acc = take_marked(
+                peers,
+                tl.zeros((TILE_M, TILE_N), tl.float32),
+                peers.slots + within,
+                sizes.place_size,
+                (row < rows)[:, None] & (col >= 0)[None, :],
+                0,
+                WORLD_SIZE,
+                tile,
+                epoch,
+                WORLD_SIZE * TEAM,
+                TEAM,
+            )
+            if C.HAS_BIAS:
+                acc += bias[None, :]
+            if C.HAS_RESIDUAL:
+                acc += residual
+            result = expected_zero(acc.to(dtype))
+            if C.NORM:
+                tl.store(kept + at, result, mask=mask)
+                tl.debug_barrier()
+                if tl.atomic_add(counters, 1, sem="acq_rel", scope="gpu") == num_tiles - 1:
+                    tl.store(counters, 0)
+                    notify(counters + 1, epoch)
+            else:
+                tl.store(out + at, result, mask=mask)
         if TILE_M >= AT_THE_END:
             leave(peers, epoch, tl.num_programs(0))
     else:
         # A limit that no fault shortens: tiles come, then with NaN.
         wait(counters, 1, epoch, 1, -1, peers.control, peers.report, PUSHED_US)
-        norm_row(program - num_tiles, kept, tensors.norm_weight, out, cols, eps, C.NORM_BLOCK)
+        row = program - num_tiles * TEAM
+        norm_row(row, kept, tensors.norm_weight, out, cols, eps, C.NORM_BLOCK)
         leave(peers, epoch, tl.num_programs(0))
 
 
@@ -315,6 +290,7 @@ def launcher(
                 TILE_M=c.tile_m,
                 TILE_N=c.tile_n,
                 TILE_K=c.tile_k,
+                TEAM=c.team,
                 EVEN_K=depth % c.tile_k == 0,
                 FEW_ROWS=rows < c.tile_m,
                 HAS_BIAS=bias is not None,
@@ -337,7 +313,7 @@ def launcher(
     }
     return Launcher(
         matmul_all_reduce_kernel,
-        num_tiles + (rows if norm else 0),
+        num_tiles * c.team + (rows if norm else 0),
         fixed,
         pack,
         WORDS,

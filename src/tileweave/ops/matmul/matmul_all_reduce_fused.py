@@ -124,7 +124,8 @@ def _one_shot(
         from tileweave.kernels.all_reduce.one_shot import launcher
 
         size, (rows, depth), cols = workspace.transport.world_size, x.shape, w.shape[0]
-        elements = size * -(-cols // config.tile_n) * config.tile_n * config.tile_m
+        places, width = size * config.team, -(-cols // config.tile_n) * config.tile_n
+        elements = places * width * config.tile_m
         instance.reserve(elements * x.element_size(), 2)
         launch = launcher(
             endpoint(instance, x.dtype),
