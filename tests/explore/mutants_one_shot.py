@@ -12,8 +12,8 @@ MUTANTS = (
     Mutant(
         "one shot forgets a rank",
         ONE_SHOT,
-        "static_range(C.WORLD_SIZE):",
-        "static_range(C.WORLD_SIZE - 1):",
+        "static_range(WORLD_SIZE):",
+        "static_range(WORLD_SIZE - 1):",
         AR + "one shot",
     ),
     Mutant("one shot leaves twice", ONE_SHOT, _EARLY, _EARLY + _EARLY, AR + "one shot"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from tileweave.planning.topology import Topology
 from tileweave.transport.copy_engine import CopyEngine, capture_of, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, Sending, SymmetricBuffer, Watcher
+from tileweave.transport.lasting_memory import lasting
 from tileweave.transport.nodes import part_of
 from tileweave.transport.nvshmem import RAIL, Heap, heap_of, rail_asked
 from tileweave.transport.rail import NcclRail
@@ -166,7 +167,8 @@ class CudaTransport:
             failure = f"{type(error).__name__}: {error}"
         agree_on_memory(nbytes, failure, "", self._meeting.exchange)
         assert local is not None, "agree_on_memory raises if this rank failed"
-        handle = self._meeting.rendezvous(local)
+        # torch allocates two words per rank
+        handle = lasting(partial(self._meeting.rendezvous, local), self.device)
         if handle is None:
             failure = (
                 f"asked: {nbytes} bytes that all ranks can map; "

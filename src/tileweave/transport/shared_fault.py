@@ -19,11 +19,13 @@ set before any limit of another instance.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from tileweave.transport import protocol
+from tileweave.transport.lasting_memory import lasting
 
 if TYPE_CHECKING:
     from tileweave.transport.interface import Transport
@@ -46,7 +48,8 @@ class SharedFault:
         # ctypes, because numpy may not be installed
         self.words = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
         # a control block of which only FAULT and NEXT are used
-        self._head = torch.zeros(protocol.CONTROL_WORDS, dtype=torch.int32, device=self._device)
+        head = partial(torch.zeros, protocol.CONTROL_WORDS, dtype=torch.int32, device=self._device)
+        self._head = lasting(head, self._device)
         self._members: list[tuple[str, float, torch.Tensor]] = []
 
     @torch.inference_mode(False)
@@ -59,7 +62,7 @@ class SharedFault:
         )
         block[protocol.GROUP : protocol.GROUP + 2] = _words(self._head.data_ptr())
         block[protocol.MEMBER] = len(self._members)
-        block = block.to(self._device)
+        block = lasting(partial(block.to, self._device), self._device)
         self._head[protocol.NEXT : protocol.NEXT + 2] = _words(block.data_ptr()).to(self._device)
         self._members.append((op, seconds, block))
         return block

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from tileweave.planning.machine import KERNELS, Kernels
 from tileweave.transport import protocol
 from tileweave.transport.call_ledger import Ledger
 from tileweave.transport.interface import Copy
+from tileweave.transport.lasting_memory import lasting
 from tileweave.transport.regions import Regions
 from tileweave.transport.shared_fault import SharedFault
 
@@ -186,7 +188,8 @@ class Instance:
             self.signal_table[peer] = own + 4 * (peer - rank)
 
     def _table(self, buffer: SymmetricBuffer) -> torch.Tensor:
-        return torch.tensor(buffer.addresses, dtype=torch.int64).to(self.transport.device)
+        words, device = torch.tensor(buffer.addresses, dtype=torch.int64), self.transport.device
+        return lasting(partial(words.to, device), device)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -227,7 +230,9 @@ class Instance:
         if counters > self.counters.numel():
             self._refuse_capture("more tile counters")
             self.transport.synchronize()  # copies may still wait for the old ones
-            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
+            device = self.transport.device
+            zeros = partial(torch.zeros, counters, dtype=torch.int32, device=device)
+            self.counters = lasting(zeros, device)
             self._forget()
         if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
             return
@@ -271,8 +276,10 @@ class Instance:
             if found is not None:
                 self._held.append(found)
                 made = max(made, 2 * found.numel())
+            device = self.transport.device
             with torch.inference_mode(False):  # operators of torch may write to it later
-                found = torch.empty(made, dtype=torch.uint8, device=self.transport.device)
+                empty = partial(torch.empty, made, dtype=torch.uint8, device=device)
+                found = lasting(empty, device)
             self._scratch = found
         return found[:nbytes]
 

@@ -142,7 +142,8 @@ def push(acc, within, mask, slots, place, place_size, C: tl.constexpr):
     ``within``: elements of a tile, from where places begin. ``slots``: where the slots of all ranks
     begin. ``place_size``: elements of a place.
     """
-    for i in tl.static_range(C.WORLD_SIZE):
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    for i in tl.static_range(WORLD_SIZE):
         target = tl.multiple_of(slots[i], 16) + place.to(tl.int64) * place_size
         put_marked(target + within, acc, mask)
 
@@ -169,9 +170,8 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
         tile, part = program // TEAM, program % TEAM
         row = tl.arange(0, TILE_M)
         col = tile * TILE_N + tl.arange(0, TILE_N)
-        a_rows = tensors.x + tl.minimum(row, rows - 1).to(tl.int64) * sizes.stride_x
         acc = matmul_tile(
-            a_rows,
+            tensors.x + row.to(tl.int64) * sizes.stride_x,
             tensors.w,
             sizes.stride_w,
             tile,
@@ -237,8 +237,8 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
     else:
         # A limit that no fault shortens: tiles come, then with NaN.
         wait(counters, 1, epoch, 1, -1, peers.control, peers.report, PUSHED_US)
-        row = program - num_tiles * TEAM
-        norm_row(row, kept, tensors.norm_weight, out, cols, eps, C.NORM_BLOCK)
+        normed = program - num_tiles * TEAM
+        norm_row(normed, kept, tensors.norm_weight, out, cols, eps, C.NORM_BLOCK)
         leave(peers, epoch, tl.num_programs(0))
 
 

@@ -29,6 +29,7 @@ from tileweave.kernels.rail import CHANNELS, GRAIN, UNITS
 from tileweave.ops.core.ways import add_in_order
 from tileweave.transport import protocol
 from tileweave.transport.interface import Spanning
+from tileweave.transport.lasting_memory import lasting
 from tileweave.transport.nvshmem import Heap, device_library, initialise_module
 from tileweave.transport.rail import StreamOfRail
 from tileweave.transport.shared_fault import SharedFault
@@ -78,8 +79,8 @@ class Pairs:
         begin, failure = heap.take(nbytes)
         places = list(map(int, agree_on_memory(nbytes, failure, str(begin), transport.exchange)))
         self.staging = heap.base + begin + signals
-        self._epochs = torch.zeros(max(others, 1), CHANNELS, dtype=torch.int64)
-        self._epochs = self._epochs.to(transport.device)
+        epochs = torch.zeros(max(others, 1), CHANNELS, dtype=torch.int64)
+        self._epochs = lasting(lambda: epochs.to(transport.device), transport.device)
         self.of: dict[int, _Pair] = {}
         for number, peer in enumerate(other for other in ranks if other != me):
             mine = [other for other in ranks if other != peer].index(me)  # among the peer's peers

@@ -20,7 +20,7 @@ from tileweave.errors import CaptureError
 from tileweave.ops.core.collectives import leave_launch_order_of
 from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, workspace_of
 from tileweave.ops.embedding.call import BACKWARD, OP, Call
-from tileweave.ops.embedding.table_gradient import keep_for_graphs
+from tileweave.ops.embedding.table_gradient import copied, keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
 from tileweave.transport.interface import Copies, Copy
@@ -58,7 +58,7 @@ def meta_of(
         ] or [(0, 0, 0, 0)]
         if len(cache) >= _MOST_METAS:
             cache.pop(next(iter(cache)))
-        found = cache[key] = torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
+        found = cache[key] = copied(words, device)
     keep_for_graphs(found)
     return found
 

@@ -21,9 +21,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from tileweave.transport.lasting_memory import lasting
 
 if TYPE_CHECKING:
     from tileweave.kernels.embedding.gradient import Push
@@ -85,7 +88,13 @@ def on_device(words: tuple, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(128)
 def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
+    return copied(words, device)
+
+
+def copied(words: Any, device: torch.device) -> torch.Tensor:
+    """``words`` as an int64 tensor that outlives this call."""
+    made = torch.tensor(words, dtype=torch.int64, device="cpu")
+    return lasting(partial(made.to, device), device)
 
 
 def keep_for_graphs(words: torch.Tensor) -> None:

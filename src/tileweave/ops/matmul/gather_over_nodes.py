@@ -58,6 +58,7 @@ from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, cdiv, slot_place
 from tileweave.planning.topology import Topology
 from tileweave.transport.interface import Copies, Copy, Crossing
+from tileweave.transport.lasting_memory import lasting
 from tileweave.transport.workspace import Instance
 
 
@@ -162,8 +163,8 @@ def _one(instance: Instance) -> int:
     """The address of a word that is 1."""
     found = instance.cache.get("one")
     if found is None:
-        found = instance.cache["one"] = torch.ones(
-            1, dtype=torch.int32, device=instance.transport.device
-        )
+        device = instance.transport.device
+        found = lasting(lambda: torch.ones(1, dtype=torch.int32, device=device), device)
+        instance.cache["one"] = found
     assert isinstance(found, torch.Tensor), "no other value has that key"
     return found.data_ptr()
