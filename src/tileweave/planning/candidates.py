@@ -74,7 +74,7 @@ _REDUCE = (
     *(_one_shot(16, 64, 128, 6, 4, team) for team in (1, 2, 4)),
     _one_shot(16, 128, 128, 3, 4),
     _one_shot(32, 32, 256, 4, 4),
-    *(_one_shot(32, 64, 128, 5, 4, team) for team in (1, 2, 4)),
+    *(_one_shot(32, 64, 128, 5, 4, team) for team in (1, 2)),
 )
 
 
