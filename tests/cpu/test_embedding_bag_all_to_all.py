@@ -201,7 +201,7 @@ def opcheck(me: Member) -> None:
     for t in bags.tables:
         t.requires_grad_()
     op = torch.ops.tileweave.embedding_bag_all_to_all
-    torch.library.opcheck(op.default, (*args, "dense", False, [], None, 0.0, None))
+    torch.library.opcheck(op.default, (*args, True, "dense", False, [], None, 0.0, None))
     out = torch.empty_like(embedding.call(case, bags, me.world_size).detach())
     torch.library.opcheck(op.out, ([t.detach() for t in bags.tables], *args[1:]), {"out": out})
 

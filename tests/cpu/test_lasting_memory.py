@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS
 from tests.support.worlds import Member, Worlds
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import tileweave as tw
 from tileweave.ops.core import operator
+from tileweave.ops.core.registry import REGISTRY, name_of
 from tileweave.planning import choices
 from tileweave.planning.problem import MatmulConfig
 from tileweave.transport import lasting_memory
@@ -78,7 +80,8 @@ def bags() -> torch.Tensor:
     table = torch.ones(7, 4)
     indices = torch.arange(8, dtype=torch.int32) % 7
     offsets = torch.arange(0, 9, 2, dtype=torch.int32)
-    return tw.embedding_bag_all_to_all([table], indices, offsets)
+    layout = tw.EmbeddingLayout.in_rank_order([[4], [4]])
+    return tw.embedding_bag_all_to_all([table], indices, offsets, layout=layout)
 
 
 def experts(me: Member) -> torch.Tensor:
@@ -118,3 +121,21 @@ def test_first_calls_leave_nothing_but_results(worlds: Worlds) -> None:
     for found in worlds("gloo", 2).run(left_over):
         assert len(found) == 12
         assert not any(found.values()), found
+
+
+def compiled_lookups(me: Member) -> tuple[bool, bool]:
+    """Whether an eager and a compiled lookup return memory that peers map."""
+
+    def is_lent(y: torch.Tensor) -> bool:
+        workspace = REGISTRY.find(name_of(dist.group.WORLD), me.device)
+        assert workspace is not None
+        slots = workspace.instance("embedding_bag_all_to_all", "sm").slots
+        return slots.data_ptr() <= y.data_ptr() < slots.data_ptr() + slots.numel()
+
+    with torch.no_grad():
+        return is_lent(bags()), is_lent(torch.compile(bags, backend="aot_eager", fullgraph=True)())
+
+
+def test_results_in_graphs_are_their_own(worlds: Worlds) -> None:
+    """torch requires that of results in the memory of its CUDA graphs."""
+    assert worlds("gloo", 2).run(compiled_lookups) == [(True, False)] * 2

@@ -90,10 +90,11 @@ def test_matmuls(largest: World, name: str, trains: bool) -> None:
 def lookups(me: Member) -> list[float]:
     tables = [torch.randn(100, 32, device=me.device) for _ in range(2)]
     offsets = torch.arange(0, 2 * 64 * 4 + 1, 4, device=me.device)
+    layout = tw.EmbeddingLayout.in_rank_order([[32, 32]] * me.world_size)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         indices = (x[: 2 * 64 * 4, 0].float().abs() * 30).long() % 100
-        return tw.embedding_bag_all_to_all(tables, indices, offsets) * 2
+        return tw.embedding_bag_all_to_all(tables, indices, offsets, layout=layout) * 2
 
     torch._dynamo.reset()
     tw.close()

@@ -69,7 +69,6 @@ _REDUCE = (
     *(_uncut(replace(_SQUARE, group_m=8), slices) for slices in (2, 4)),
     _one_shot(16, 16, 128, 6, 2),
     _one_shot(16, 32, 128, 5, 2),
-    _one_shot(16, 32, 256, 5, 4),
     _one_shot(16, 64, 256, 4, 4),
     *(_one_shot(16, 64, 128, 6, 4, team) for team in (1, 2, 4)),
     _one_shot(16, 128, 128, 3, 4),

@@ -37,7 +37,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[
         :9
     ]
-    ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, anchor = inputs[9:]
+    _, ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, anchor = inputs[9:]
     ctx.anchor_dtype = getattr(anchor, "dtype", None)
     ctx.count, ctx.weighted = len(tables), weights is not None
     kept = [indices, offsets, *([weights] if ctx.weighted else [])]
@@ -97,7 +97,7 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if ctx.needs_input_grad[-1] and type(grad) is not torch.Tensor
         else None
     )
-    return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, read
+    return grads, None, None, gw if need_weights else None, *[None] * 8, states, None, None, read
 
 
 # --- The two operators ---

@@ -348,7 +348,9 @@ def _call(
         anchor is None and torch.is_grad_enabled()
     ):  # this rank must send gradients to owners, though it has no tables
         anchor = _ANCHOR.to(indices.device)
-    return _OPERATOR(*common, kind, divide, states, rate, epsilon, anchor)
+    # a graph of torch.compile takes results in memory of its own
+    lends = not torch.compiler.is_compiling()
+    return _OPERATOR(*common, lends, kind, divide, states, rate, epsilon, anchor)
 
 
 @dataclass(slots=True, eq=False)
@@ -408,6 +410,7 @@ def _forward(
     mean: bool,
     out_dtype: torch.dtype,
     group_name: str,
+    lends: bool = True,
     gradient: str = KINDS[0],
     divide: bool = False,
     states: Sequence[torch.Tensor] = (),
@@ -431,7 +434,7 @@ def _forward(
     if workspace is not None and known is not None:
         check_rising(indices, offsets)
         check_out(call, out, workspace.transport.world_size, workspace.transport.rank)
-        return run_prepared(known.prepared(call), call, out, known.checksum)
+        return run_prepared(known.prepared(call), call, out, known.checksum, lends)
     group = group_of(call.group_name) if call.group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     if debug:
@@ -450,11 +453,11 @@ def _forward(
             or 1
         )
         if chosen.config.nodes > 1:
-            return over_nodes.run(call, chosen.config, out, checksum)
+            return over_nodes.run(call, chosen.config, out, checksum, lends)
         if workspace is None:  # the first call, or debugging: nothing of it is kept
-            return run_fused(call, chosen.config, out, checksum)
+            return run_fused(call, chosen.config, out, checksum, lends=lends)
         known = workspace.accepted[signature] = Accepted(columns, chosen.config, checksum)
-        return run_prepared(known.prepared(call), call, out, checksum)
+        return run_prepared(known.prepared(call), call, out, checksum, lends)
     if out is None:
         out = indices.new_empty(batch, columns.width, dtype=out_dtype)
     run_lookup(call, columns.columns[0], out, chosen.config, _METAS)
@@ -499,7 +502,7 @@ SPEC = OperatorSpec(
     call=embedding_bag_all_to_all,
     arguments="Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout,"
     " SymInt batch, bool mean, ScalarType out_dtype, str group_name",
-    options="str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon,"
+    options="bool lends, str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon,"
     " Tensor? anchor",
     forward=_forward,
     fake=_fake,

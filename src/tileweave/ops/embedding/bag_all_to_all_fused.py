@@ -107,14 +107,14 @@ def prepare(call: Call, config: EmbeddingConfig, node: int = 0) -> Prepared:
 
 
 def run_prepared(
-    made: Prepared, call: Call, out: torch.Tensor | None, checksum: int
+    made: Prepared, call: Call, out: torch.Tensor | None, checksum: int, lends: bool
 ) -> torch.Tensor:
-    """Return the result [count, width]: a free region, or (with ``out``, or if none is free) a
-    copy."""
+    """Return the result [count, width]: with ``lends`` a free region; if there is none, with
+    ``out`` or without ``lends`` a copy."""
     instance, peers = made.instance, made.peers
-    region, lends = _region_of(instance, out), False
+    region, is_free = _region_of(instance, out), False
     if region is None:
-        region, lends = instance.regions.choose(instance.transport.capture_number())
+        region, is_free = instance.regions.choose(instance.transport.capture_number())
     if instance.begin(checksum, region):
         keep_for_graphs(made.meta)
     offsets = call.offsets[made.skipped :] if made.skipped else call.offsets
@@ -127,7 +127,7 @@ def run_prepared(
     place = peers.slots[at : at + made.count * made.width].view(made.count, made.width)
     if out is not None:
         return out if out.data_ptr() == place.data_ptr() else out.copy_(place)
-    if lends and place.numel():
+    if lends and is_free and place.numel():
         return instance.regions.lend(region, place)
     return place.clone()
 
@@ -138,9 +138,10 @@ def run_fused(
     out: torch.Tensor | None = None,
     checksum: int = 0,
     node: int = 0,
+    lends: bool = True,
 ) -> torch.Tensor:
     """:func:`prepare` and :func:`run_prepared`, for calls that are not prepared."""
-    return run_prepared(prepare(call, config, node), call, out, checksum)
+    return run_prepared(prepare(call, config, node), call, out, checksum, lends)
 
 
 def _launcher(

@@ -53,7 +53,12 @@ class _Slice(NamedTuple):
 
 
 def run(
-    call: Call, config: EmbeddingConfig, out: torch.Tensor | None, checksum: int, least: int = 0
+    call: Call,
+    config: EmbeddingConfig,
+    out: torch.Tensor | None,
+    checksum: int,
+    lends: bool = True,
+    least: int = 0,
 ) -> torch.Tensor:
     """The result [b, width], as ``run_fused`` of ``bag_all_to_all_fused.py`` returns it.
 
@@ -62,7 +67,7 @@ def run(
     with spanning_call(OP, call.group_name, call.indices, checksum) as ways:
         parts = slices_of(call.layout, call.batch, call.out_dtype.itemsize, least)
         traveling = [_send(ways, call, config, part, parts) for part in range(parts)]
-        y = _own_node(ways, call, config, out, checksum)
+        y = _own_node(ways, call, config, out, checksum, lends)
         enter_launch_order_of(call.indices)  # again: the kernel has left it
         for each in traveling:
             each.wait()
@@ -79,10 +84,12 @@ def _own_node(
     config: EmbeddingConfig,
     out: torch.Tensor | None,
     checksum: int,
+    lends: bool,
 ) -> torch.Tensor:
     """The result, with the columns of the tables of this node."""
     if ways.each > 1:
-        return run_fused(call._replace(group_name=ways.near), config, out, checksum, ways.node)
+        near = call._replace(group_name=ways.near)
+        return run_fused(near, config, out, checksum, ways.node, lends)
     layout, rank = call.layout, ways.node
     begin, end = rows_of(call.batch, len(layout.dims), rank)
     if out is None:
