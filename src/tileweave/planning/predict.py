@@ -28,7 +28,8 @@ _EXCHANGE_FRACTION, _REDUCE_FRACTION = 0.6, 0.68
 # from a load until its data is in shared memory; and rows of w that begin inside a line of 128
 # bytes, each block of K of which touches one more.
 _ONE_SHOT_SECONDS, _ONE_SHOT_TILE_SECONDS = 3.7e-6, 2.2e-6
-_ONE_SHOT_MEMORY, _LOAD_SECONDS, _PARTIAL_LINES = 0.885, 1.3e-6, 1.05
+_ONE_SHOT_MEMORY, _LOAD_SECONDS, _PARTIAL_LINES = 0.87, 1.3e-6, 1.05
+_W_FIRST, _W_FIRST_LOAD = 1.8, 1.0e-6
 _SHARED_BYTES, _WARPS = 227 << 10, 64  # of a multiprocessor, for programs at the same time
 _OVERLAP = 3.0  # exponent of the norm of times that overlap
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")  # what communicates before the matmul
@@ -131,7 +132,10 @@ def _one_shot(p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate
     ahead = max(config.num_stages - 1, 1) / config.num_stages  # what is loaded while one multiplies
     in_flight = min(fit, programs) * ring * ahead
     part = config.tile_n * w.k / config.team * p.itemsize * lines
-    stream = norm(_OVERLAP, part / costs.c.matmul_stream, part * _LOAD_SECONDS / in_flight)
+    w_first = config.tile_m < 64 <= config.tile_n  # as device/triton/matmul.py chooses
+    rate = costs.c.matmul_stream * (_W_FIRST if w_first else 1.0)
+    load = _W_FIRST_LOAD if w_first else _LOAD_SECONDS
+    stream = norm(_OVERLAP, part / rate, part * load / in_flight)
     memory = (w.n * w.k * lines + w.m * w.n) * p.itemsize
     return (
         _ONE_SHOT_SECONDS
