@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from tileweave.errors import UnsupportedError
 
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype))
 _STRIDED = torch.strided
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther  # excluded with all of autograd
@@ -91,7 +91,7 @@ class Operator:
             kind = type(value)
             if kind in _CONSTANTS:
                 continue
-            if kind not in _TENSORS:
+            if kind not in TENSORS:
                 if kind is not list or lists:
                     return None
                 return self._around_torch(_with_elements(values), True)
@@ -102,20 +102,42 @@ class Operator:
             if here is not on_gpu or not plain or value.is_neg():
                 return None
             records = records or value.requires_grad
-        if (
-            on_gpu is None
-            or _has_function_mode()
-            or _dispatch_modes()
-            or _has_transform()
-            or _profiles()
-            or _traces() is not None
-        ):
+        if on_gpu is None or _listens():
             return None
         if records and torch.is_grad_enabled():
             # excluded below autograd: there nothing is recorded; autograd.Function does not look
             # into lists
             return None if lists or _excluded(_AUTOGRAD) else self._recorded
         return self._implementation.get(on_gpu)
+
+
+def _listens() -> bool:
+    """Whether a mode, a transform, a profiler or a tracer wants to see operators."""
+    return bool(
+        _has_function_mode()
+        or _dispatch_modes()
+        or _has_transform()
+        or _profiles()
+        or _traces() is not None
+    )
+
+
+def plain_on_gpu(*tensors: torch.Tensor | None) -> bool | None:
+    """Whether tensors are on a GPU, or on the CPU. None where torch's dispatcher would do more than
+    to call the implementation for that, which includes to record a gradient. The first is given."""
+    on_gpu, records = None, torch.is_grad_enabled()
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in TENSORS or (records and t.requires_grad):
+            return None
+        here = t.is_cuda
+        if on_gpu is None:
+            on_gpu = here
+        plain = t.layout is _STRIDED and (here or t.is_cpu)
+        if here is not on_gpu or not plain or t.is_neg():
+            return None
+    return None if _listens() else on_gpu
 
 
 def refuse_tangents(name: str, values: Iterable[Any]) -> None:

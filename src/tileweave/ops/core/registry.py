@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 # A process group, its name, or a DeviceMesh of one dimension.
 Group = dist.ProcessGroup | DeviceMesh | str
+T = TypeVar("T")
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
 # os.environ.get() takes 1 us: it encodes the name, and catches an exception
@@ -184,21 +185,30 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
         if not group_name:  # the call has no peers
             return implementation(*args, **kwargs)
         REGISTRY.look_up(group_name, _resolved)
-        CALL.posted, done = False, False
-        try:
-            result = implementation(*args, **kwargs)
-            done = True
-        except TileweaveError as error:
-            done = peers_know(error, CALL.posted)
-            raise
-        finally:
-            if not done:
-                REGISTRY.break_off(
-                    group_name, args[tensor_at].device, CALL.posted, sys.exc_info()[1]
-                )
-        return result
+        return reporting(implementation, group_name, args[tensor_at], args, kwargs)
 
     return call
+
+
+def reporting(
+    call: Callable[..., T],
+    group_name: str,
+    x: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
+    """Make a call over the workspace of x. One that fails here is reported to peers."""
+    CALL.posted, done = False, False
+    try:
+        result = call(*args, **kwargs)
+        done = True
+    except TileweaveError as error:
+        done = peers_know(error, CALL.posted)
+        raise
+    finally:
+        if not done:
+            REGISTRY.break_off(group_name, x.device, CALL.posted, sys.exc_info()[1])
+    return result
 
 
 def first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:

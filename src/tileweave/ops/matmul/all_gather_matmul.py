@@ -39,7 +39,7 @@ from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul import all_gather_matmul_list as several
 from tileweave.ops.matmul import scaled_calls as calls
@@ -59,6 +59,7 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
     sequence_first,
 )
+from tileweave.ops.matmul.known_calls import call_again
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -182,6 +183,11 @@ def all_gather_matmul(
     -----
     Source: FLUX, arXiv 2406.06858.
     """
+    plain = out is cols is main_grad is x_scale is w_scale is quantize is out_dtype is None
+    if plain and gather_dim == 0 and return_gathered is fast_accum is False:
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), "")
+        if found is not None:
+            return found[0]
     name = name_of(group)
     if gather_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "gather_dim", gather_dim)
@@ -292,25 +298,27 @@ def _forward(
         lambda size: check_inputs(x, w, bias, out, size),
         lambda ranks: plan(x, w, ranks),
     )
-    if chosen.config is None:
-        return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
-    rows = chosen.world_size * x.shape[0]
-    gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
-    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
+    return _run(chosen, group_name, x, w, bias, return_gathered, out)
 
 
-def _unfused(
+def _run(
+    chosen: Plan[MatmulConfig],
+    group_name: str,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    group_name: str,
-    out: torch.Tensor | None,
-    keep: bool,
-    chosen: Plan,
+    return_gathered: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    log_fallback(OP, chosen)
-    y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
-    return y, (gathered.clone() if gathered is x else gathered) if keep else None
+    """The call of plan ``chosen``."""
+    if chosen.config is None:
+        y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
+        if not return_gathered:
+            return y, None
+        return y, gathered.clone() if gathered is x else gathered
+    rows = chosen.world_size * x.shape[0]
+    gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
+    return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered
 
 
 def _fake(

@@ -39,7 +39,7 @@ from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
@@ -59,6 +59,7 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
 )
+from tileweave.ops.matmul.known_calls import call_again
 from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
@@ -135,6 +136,12 @@ def all_to_all_matmul(
     -----
     Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
+    if out is None and type(scatter_dim) is type(gather_dim) is int:
+        exchange = (scatter_dim, gather_dim)
+        options = (*exchange, False)
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), options, *exchange)
+        if found is not None:
+            return found[0]
     name = name_of(group)
     how, rows, flat = check_own(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
@@ -223,14 +230,29 @@ def _forward(
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda ranks: plan(x, w, how, ranks),
     )
+    return _run(chosen, group_name, x, w, bias, scatter_dim, gather_dim, keep, out)
+
+
+def _run(
+    chosen: Plan[MatmulConfig],
+    group_name: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    keep: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The call of plan ``chosen``."""
     if chosen.config is None:
-        log_fallback(OP, chosen)
         y, exchanged = reference.all_to_all_matmul(
-            x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
+            x, w, bias, group_of(group_name), scatter_dim, gather_dim, out
         )
-        exchanged = exchanged.clone() if exchanged is x else exchanged
-        return y, exchanged if keep else None
-    kept = None
+        if not keep:
+            return y, None
+        return y, exchanged.clone() if exchanged is x else exchanged
+    kept, how = None, as_exchange(scatter_dim, gather_dim)
     if keep:
         kept = x.new_empty(*how.result(x.shape[0], x.shape[1], chosen.world_size))
     return run_fused(x, w, bias, out, kept, group_name, chosen, how=how), kept

@@ -26,6 +26,7 @@ from tileweave.ops.core.registry import (
     debugging,
     group_of,
     interpreting,
+    log_fallback,
     machine_of,
     name_of,
     rank_and_size,
@@ -353,6 +354,36 @@ def ready(
     return instance, made
 
 
+def signature_of(
+    op: str, group_name: str, x: torch.Tensor, w: torch.Tensor, more: Tensors, options: object
+) -> tuple[dict[object, Accepted], tuple[object, ...]]:
+    """Where plans of accepted calls like this one are, and the signature of this one there.
+    ``more``: other operands, and results; the rest as for :func:`accept`."""
+    device = x.device
+    workspace = REGISTRY.find(group_name, device)  # so the device of x is no part of a signature
+    if workspace is None:
+        accepted = REGISTRY.accepted(group_name, device)
+    else:
+        accepted = workspace.accepted
+    facts: tuple[object, ...] = more
+    for t in more:
+        if t is not None:  # most often all are None
+            facts = tuple([t if t is None else _facts(t) for t in more])
+            break
+    return accepted, (
+        op,
+        options,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        w.shape,
+        w.stride(),
+        w.dtype,
+        w.get_device(),
+        facts,
+    )
+
+
 def accept(
     op: str,
     group_name: str,
@@ -388,23 +419,7 @@ def accept(
     agreed : lists of int, optional
         The sizes that ranks must agree on, in place of all shapes of what the call reads.
     """
-    workspace = REGISTRY.find(group_name, x.device)  # so the device of x is no part of a signature
-    signature = (
-        op,
-        options,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        w.shape,
-        w.stride(),
-        w.dtype,
-        w.get_device(),
-        *[t if t is None else _facts(t) for t in (*others, *results)],
-    )
-    if workspace is None:
-        accepted = REGISTRY.accepted(group_name, x.device)
-    else:
-        accepted = workspace.accepted
+    accepted, signature = signature_of(op, group_name, x, w, (*others, *results), options)
     chosen = accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
@@ -429,8 +444,10 @@ def accept(
     ranks = topology_of(group, x.device)
     unreachable = tuned_choices.agree(group, x.device)
     chosen = Plan("unfused", unreachable) if unreachable else plan(ranks)
-    checksum = 0
-    if chosen.config is not None:
+    checksum, workspace = 0, None
+    if chosen.config is None:
+        log_fallback(op, chosen)
+    else:
         common["plan"] = repr(chosen.config)
         checksum = checksum_of(common)
         workspace = workspace_of(group_name, x.device)

@@ -40,7 +40,7 @@ from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import refuse_dtensors
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
 from tileweave.ops.matmul.exchange_inputs import (
@@ -58,6 +58,7 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
 )
+from tileweave.ops.matmul.known_calls import call_again
 from tileweave.ops.matmul.matmul_all_to_all_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_all_to_all
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -132,6 +133,11 @@ def matmul_all_to_all(
     -----
     Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
+    if out is None and type(scatter_dim) is type(gather_dim) is int:
+        options = (scatter_dim, gather_dim)
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), options, *options)
+        if found is not None:
+            return found
     name = name_of(group)
     how, rows, flat = check_own(
         OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
@@ -208,9 +214,24 @@ def _forward(
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda ranks: plan(x, w, how, ranks),
     )
+    return _run(chosen, group_name, x, w, bias, scatter_dim, gather_dim, out)
+
+
+def _run(
+    chosen: Plan[MatmulConfig],
+    group_name: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The call of plan ``chosen``."""
     if chosen.config is None:
-        log_fallback(OP, chosen)
-        return reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options, out)
+        group = group_of(group_name)
+        return reference.matmul_all_to_all(x, w, bias, group, scatter_dim, gather_dim, out)
+    how = as_exchange(scatter_dim, gather_dim)
     if out is None:
         y = x.new_empty(*how.result(x.shape[0], w.shape[0], chosen.world_size))
     else:

@@ -36,7 +36,7 @@ from tileweave.ops.core.debug_agreement import check_own
 from tileweave.ops.core.dtensors import takes_dtensors
 from tileweave.ops.core.nodes import known_topology_of
 from tileweave.ops.core.operator import operator
-from tileweave.ops.core.registry import Group, group_of, log_fallback, name_of, rank_and_size
+from tileweave.ops.core.registry import Group, group_of, name_of, rank_and_size
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul import scaled_calls as calls
 from tileweave.ops.matmul import scaled_operators as fp8
@@ -54,6 +54,7 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
     sequence_first,
 )
+from tileweave.ops.matmul.known_calls import call_again
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
@@ -172,6 +173,11 @@ def matmul_reduce_scatter(
     Gradients of x and w are those of one loss over the rows of all ranks; the gradient of ``bias``
     is summed over the group. Source: FLUX, arXiv 2406.06858.
     """
+    plain = out is depth is main_grad is x_scale is w_scale is quantize is out_dtype is None
+    if plain and scatter_dim == 0 and fast_accum is False:
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), "")
+        if found is not None:
+            return found
     name = name_of(group)
     if scatter_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "scatter_dim", scatter_dim)
@@ -291,8 +297,19 @@ def _forward(
         lambda ranks: plan(x, w, ranks, depth),
         [[x.shape[0]], [w.shape[0]], [bias is not None]] if depth else None,
     )
+    return _run(chosen, group_name, x, w, bias, out)
+
+
+def _run(
+    chosen: Plan[MatmulConfig],
+    group_name: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The call of plan ``chosen``."""
     if chosen.config is None:
-        log_fallback(OP, chosen)
         return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
     rows = x.shape[0] // chosen.world_size
     y = x.new_empty(rows, w.shape[0]) if out is None else out

@@ -1,0 +1,62 @@
+"""Eager calls like an earlier one, around what would find the same again.
+
+Between a public function and its matmul are the name of the group, checks of what the operator's
+schema does not show, what is around torch's dispatcher, and the plan. They take the host as long as
+the collective and the matmul together. A call without gradients whose signature was accepted
+before (``inputs.py: accept``) needs none of that but the plan, and what may have changed since: who
+listens to torch, autocast, the current device, the group. All other calls take the long way, which
+also raises what is to be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+
+from tileweave.ops.core import registry
+from tileweave.ops.core.operator import TENSORS, plain_on_gpu
+from tileweave.ops.core.registry import Group, debugging, reporting
+from tileweave.ops.matmul.inputs import signature_of
+from tileweave.transport.workspace import REGISTRY
+
+_has_autocast = torch._C._is_any_autocast_enabled
+
+
+def call_again(
+    op: str,
+    run: Callable[..., Any],
+    group: Group | None,
+    x: Any,
+    w: Any,
+    others: tuple[Any, ...],
+    results: tuple[None, ...],
+    options: object,
+    *more: object,
+) -> Any:
+    """``run(chosen, group_name, x, w, *others, *more)``, if the signature of the call was accepted
+    before; None for a call that must take the long way.
+
+    The arguments are those of ``accept``; the caller has no memory for ``results``.
+    """
+    if torch.compiler.is_compiling() or type(x) not in TENSORS or x.dim() != 2:
+        return None
+    on_gpu = plain_on_gpu(x, w, *others)
+    if on_gpu is None or forward_ad._current_level >= 0 or _has_autocast() or debugging():
+        return None
+    if on_gpu and x.get_device() != registry._current_device():
+        return None
+    if group is None:
+        group = dist.group.WORLD
+    name = group if type(group) is str else getattr(group, "group_name", "")
+    known = REGISTRY.known(name)
+    if known is None or (known is not group and name is not group):
+        return None
+    accepted, signature = signature_of(op, name, x, w, (*others, *results), options)
+    chosen = accepted.get(signature)
+    if chosen is None:
+        return None
+    return reporting(run, name, x, (chosen, name, x, w, *others, *more), {})
