@@ -112,20 +112,18 @@ class LaunchOrder:
 _LAUNCH_ORDERS: dict[int, LaunchOrder] = {}
 
 
-def enter_launch_order(device: torch.device) -> None:
-    """Order the work queued next on the current stream after our last launch on ``device``, and our
-    next launch after that work."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+def enter_launch_order(index: int) -> LaunchOrder:
+    """Order the work queued next on the current stream after our last launch on device ``index``,
+    and our next launch after that work."""
     order = _LAUNCH_ORDERS.get(index) or _LAUNCH_ORDERS.setdefault(index, LaunchOrder())
     order.enter(current_handle(index))
+    return order
 
 
-def leave_launch_order(device: torch.device) -> None:
+def leave_launch_order(index: int) -> None:
     """Call this after a launch. Launches on other streams need not wait for what is queued on this
     stream later, because that waits for no peer."""
-    order = _LAUNCH_ORDERS.get(
-        torch.cuda.current_device() if device.index is None else device.index
-    )
+    order = _LAUNCH_ORDERS.get(index)
     if order is not None:
         order.leave()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from itertools import product
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,24 @@ from tileweave.transport.torch_collectives import (
     reduce_scatter_flat,
 )
 
+if TYPE_CHECKING:
+    from tileweave.transport.cuda import LaunchOrder
+
 
 @lru_cache(maxsize=1)
-def _cuda() -> ModuleType:
+def _cuda() -> Any:
     """``transport.cuda``, which loads torch's symmetric memory; an import takes 1 us per call."""
     return import_module("tileweave.transport.cuda")
 
 
-def enter_launch_order_of(x: torch.Tensor) -> None:
-    """Put the collective that follows into the launch order of fused kernels on x's device.
+def enter_launch_order_of(x: torch.Tensor) -> LaunchOrder | None:
+    """Put the collective that follows into the launch order of fused kernels on x's device. Returns
+    that order; None on the CPU.
 
     Kernels of NCCL wait for peers and need multiprocessors, as fused kernels do. If they ran
     concurrently, in different orders on different ranks, they could wait for each other for ever.
     """
-    if x.is_cuda:
-        _cuda().enter_launch_order(x.device)
+    return _cuda().enter_launch_order(x.get_device()) if x.is_cuda else None
 
 
 def leave_launch_order_of(x: torch.Tensor) -> None:
@@ -51,72 +54,83 @@ def leave_launch_order_of(x: torch.Tensor) -> None:
     stream may run concurrently.
     """
     if x.is_cuda:
-        _cuda().leave_launch_order(x.device)
+        _cuda().leave_launch_order(x.get_device())
 
 
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[m, ...] on each rank -> [R * m, ...], shards in rank order, in ``out`` if given."""
-    return begin_all_gather(x, group, async_op=False, out=out)[0]
+    """[m, ...] on each rank -> [R * m, ...], shards in rank order, in ``out`` if given.
 
-
-def begin_all_gather(
-    x: torch.Tensor,
-    group: dist.ProcessGroup,
-    async_op: bool = True,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dist.Work | None]:
-    """Begin :func:`all_gather`: return the result, and the work to wait for before it is read.
-
-    ``async_op`` False: on the current stream, with nothing to wait for. The stream of NCCL costs
-    two events between streams.
+    On a GPU it is queued on the current stream. The stream of NCCL costs two events between
+    streams.
     """
+    if x.is_cpu:
+        return _begin_all_gather(x, group, out, async_op=False)[0]
     enter_launch_order_of(x)
     x = x.contiguous()
     if out is None:
-        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    if x.is_cuda and not async_op:
-        queue_all_gather(out, x, group)
-        return out, None
+        out = _for_all(x, group)
+    queue_all_gather(out, x, group)
+    return out
+
+
+def begin_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin :func:`all_gather`: return the result, and the work to wait for before it is read."""
+    return _begin_all_gather(x, group, None, async_op=True)
+
+
+def _begin_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None, async_op: bool
+) -> tuple[torch.Tensor, dist.Work | None]:
+    enter_launch_order_of(x)
+    x = x.contiguous()
+    if out is None:
+        out = _for_all(x, group)
     if x.is_cpu:  # after the allocation: if that fails, no peer waits for this rank
         # gloo ends the process where sizes differ
         agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)
     return out, all_gather_flat(out, x, group=group, async_op=async_op)
 
 
+def _for_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Memory for the shards of all ranks."""
+    rows, *rest = x.shape
+    return x.new_empty(group.size() * rows, *rest)
+
+
 def reduce_scatter(
     x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if
-    given."""
-    return begin_reduce_scatter(x, group, out, async_op=False)[0]
-
-
-def begin_reduce_scatter(
-    x: torch.Tensor,
-    group: dist.ProcessGroup,
-    out: torch.Tensor | None = None,
-    async_op: bool = True,
-) -> tuple[torch.Tensor, dist.Work | None]:
-    """Begin :func:`reduce_scatter`: return the result, and the work to wait for before it is read.
-
-    As :func:`begin_all_gather` does; on the CPU the result is there on return.
-    """
+    given. Queued as :func:`all_gather` is."""
     size = group.size()
     if size == 1 or x.is_cpu:
         rows = x.shape[0] // size
         own = slice(group.rank() * rows, (group.rank() + 1) * rows)
         y = x if size == 1 else _sum_of_all(x, group, own)
-        return y if out is None else out.copy_(y), None
+        return y if out is None else out.copy_(y)
     enter_launch_order_of(x)
     if out is None:
-        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    x = x.contiguous()
-    if async_op:
-        return out, reduce_scatter_flat(out, x, group=group, async_op=True)
-    queue_reduce_scatter(out, x, group)
-    return out, None
+        rows, *rest = x.shape
+        out = x.new_empty(rows // size, *rest)
+    queue_reduce_scatter(out, x.contiguous(), group)
+    return out
+
+
+def begin_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin :func:`reduce_scatter`: return the result, and the work to wait for before it is read;
+    on the CPU the result is there on return."""
+    size = group.size()
+    if size == 1 or x.is_cpu:
+        return reduce_scatter(x, group), None
+    enter_launch_order_of(x)
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=True)
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -125,10 +139,11 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return x
     if x.is_cpu:
         return _sum_of_all(x, group, slice(None))
-    enter_launch_order_of(x)
+    order = enter_launch_order_of(x)
     x = x.contiguous()
     queue_all_reduce(x, group)
-    leave_launch_order_of(x)
+    if order is not None:
+        order.leave()
     return x
 
 
@@ -151,9 +166,10 @@ def all_to_all_equal(got: torch.Tensor, parts: torch.Tensor, group: dist.Process
         agree(f"an all-to-all of {tuple(parts.shape)} {parts.dtype}", group)
         _all_to_all(got.view(-1), parts.view(-1), group)
         return
-    enter_launch_order_of(parts)
+    order = enter_launch_order_of(parts)
     queue_all_to_all(got, parts, group)
-    leave_launch_order_of(parts)
+    if order is not None:
+        order.leave()
 
 
 def _all_to_all(

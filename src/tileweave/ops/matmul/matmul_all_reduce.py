@@ -140,7 +140,7 @@ def matmul_all_reduce(
 
     main_grad : [N, k], optional
         In the backward the gradient of w is added to it, and that of w is None. For Megatron-LM's
-        ``gradient_accumulation_fusion``. float32, contiguous; one matmul of a GPU adds float32 sums.
+        ``gradient_accumulation_fusion``. float32, contiguous; one matmul of a GPU adds its sums.
 
     x_scale : float32 tensor, optional
         For FP8 operands: x is float8_e4m3fn, and represents data times scale. One element, for the
