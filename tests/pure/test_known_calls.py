@@ -57,10 +57,11 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def call(
     x: Any = X, w: Any = W, group: Any = GROUP, bias: Any = None, run: Any = None, **changed: Any
 ) -> Any:
-    more = {"op": "op", "options": OPTIONS, **changed}
+    more: dict[str, Any] = {"op": "op", "options": OPTIONS, "flatten": False, **changed}
     run = run or (lambda *args: args)
-    op, options = more["op"], more["options"]
-    return known_calls.call_again(op, run, group, x, w, (bias,), (None,), options, 7)
+    op, options, flatten = more["op"], more["options"], more["flatten"]
+    args = op, run, group, x, w, (bias,), (None,), options
+    return known_calls.call_again(*args, 7, flatten=flatten)
 
 
 @pytest.mark.parametrize("group", [GROUP, "g"], ids=["object", "name"])
@@ -136,6 +137,15 @@ def test_another_current_device_takes_the_long_way(
     assert call() is None
     monkeypatch.setattr(registry, "_current_device", lambda: X.get_device())
     assert call() is not None
+
+
+def test_rows_of_more_dimensions_where_the_operator_takes_them(broken: list[Any]) -> None:
+    deep = torch.arange(32.0).view(2, 2, 8)
+    _, _, x, *_ = call(x=deep, flatten=True)
+    assert torch.equal(x, deep.view(4, 8)) and x.data_ptr() == deep.data_ptr()
+    assert call(x=deep) is None
+    for other in (deep.transpose(0, 1), deep[:0], deep[0, 0], deep.repeat(2, 1, 1)):
+        assert call(x=other, flatten=True) is None
 
 
 def test_a_call_that_fails_is_reported(broken: list[Any]) -> None:

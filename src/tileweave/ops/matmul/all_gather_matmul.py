@@ -185,9 +185,13 @@ def all_gather_matmul(
     """
     plain = out is cols is main_grad is x_scale is w_scale is quantize is out_dtype is None
     if plain and gather_dim == 0 and return_gathered is fast_accum is False:
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), "")
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), "", flatten=True)
         if found is not None:
-            return found[0]
+            y = found[0]
+            if x.dim() > 2:  # and x has elements
+                each = x.shape[1:-1]
+                y = y.view(y.shape[0] // each.numel(), *each, y.shape[1])
+            return y
     name = name_of(group)
     if gather_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "gather_dim", gather_dim)

@@ -36,19 +36,28 @@ def call_again(
     results: tuple[None, ...],
     options: object,
     *more: object,
+    flatten: bool = False,
 ) -> Any:
     """``run(chosen, group_name, x, w, *others, *more)``, if the signature of the call was accepted
     before; None for a call that must take the long way.
 
-    The arguments are those of ``accept``; the caller has no memory for ``results``.
+    The arguments are those of ``accept``; the caller has no memory for ``results``. ``flatten``: x
+    may be [m, ..., K], whose rows are multiplied; else it is [rows, K].
     """
-    if torch.compiler.is_compiling() or type(x) not in TENSORS or x.dim() != 2:
+    if torch.compiler.is_compiling() or type(x) not in TENSORS:
+        return None
+    dimensions = x.dim()
+    if dimensions != 2 and (not flatten or dimensions < 2):
         return None
     on_gpu = plain_on_gpu(x, w, *others)
     if on_gpu is None or forward_ad._current_level >= 0 or _has_autocast() or debugging():
         return None
     if on_gpu and x.get_device() != registry._current_device():
         return None
+    if dimensions > 2:
+        if not x.is_contiguous() or x.numel() == 0:
+            return None
+        x = x.flatten(0, -2)
     if group is None:
         group = dist.group.WORLD
     name = group if type(group) is str else getattr(group, "group_name", "")

@@ -209,8 +209,7 @@ def matmul_all_reduce(
         norm_eps = EPS  # unused: ranks need not agree on it
     plain = out is main_grad is x_scale is w_scale is quantize is quantize_out is out_dtype is None
     if plain and residual_out is None and fast_accum is False and type(norm_eps) is float:
-        added = (bias, residual, norm_weight)
-        found = call_again(OP, _run, group, x, w, added, (None, None), norm_eps, norm_eps)
+        found = _again(group, x, w, bias, residual, norm_weight, norm_eps)
         if found is not None:
             return found if normed else found[0]
     name = name_of(group)
@@ -246,6 +245,25 @@ def matmul_all_reduce(
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
     return (y, kept) if normed else y
+
+
+def _again(
+    group: Group | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+) -> Any:
+    """The results of a call like an earlier one, as :func:`matmul_all_reduce` returns them; None of
+    others."""
+    added, eps, rows = (bias, residual, norm_weight), norm_eps, residual is None
+    found = call_again(OP, _run, group, x, w, added, (None, None), eps, eps, flatten=rows)
+    if found is None or x.dim() == 2:
+        return found
+    shape, (y, kept) = (*x.shape[:-1], w.shape[0]), found
+    return y.view(shape), None if kept is None else kept.view(shape)
 
 
 def _as_called(
