@@ -57,11 +57,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def call(
     x: Any = X, w: Any = W, group: Any = GROUP, bias: Any = None, run: Any = None, **changed: Any
 ) -> Any:
-    more: dict[str, Any] = {"op": "op", "options": OPTIONS, "flatten": False, **changed}
+    more: dict[str, Any] = {"op": "op", "options": OPTIONS, **changed}
     run = run or (lambda *args: args)
-    op, options, flatten = more["op"], more["options"], more["flatten"]
-    args = op, run, group, x, w, (bias,), (None,), options
-    return known_calls.call_again(*args, 7, flatten=flatten)
+    args = more.pop("op"), run, group, x, w, (bias,), (None,), more.pop("options")
+    return known_calls.call_again(*args, 7, **more)
 
 
 @pytest.mark.parametrize("group", [GROUP, "g"], ids=["object", "name"])
@@ -139,13 +138,20 @@ def test_another_current_device_takes_the_long_way(
     assert call() is not None
 
 
-def test_rows_of_more_dimensions_where_the_operator_takes_them(broken: list[Any]) -> None:
+def test_rows_of_more_dimensions_where_the_operator_takes_them(
+    broken: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = torch.arange(32.0).view(2, 2, 8)
     _, _, x, *_ = call(x=deep, flatten=True)
     assert torch.equal(x, deep.view(4, 8)) and x.data_ptr() == deep.data_ptr()
     assert call(x=deep) is None
     for other in (deep.transpose(0, 1), deep[:0], deep[0, 0], deep.repeat(2, 1, 1)):
         assert call(x=other, flatten=True) is None
+    for size, taken in ((1, True), (2, True), (4, False)):  # 2 is a multiple of them, or not
+        monkeypatch.setattr(GROUP, "size", lambda size=size: size, raising=False)
+        assert (call(x=deep, flatten=True, divides=True) is not None) == taken
+    assert known_calls.unflatten(torch.zeros(6, 3), deep).shape == (3, 2, 3)
+    assert known_calls.unflatten(W, X) is W
 
 
 def test_a_call_that_fails_is_reported(broken: list[Any]) -> None:

@@ -59,7 +59,7 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
     sequence_first,
 )
-from tileweave.ops.matmul.known_calls import call_again
+from tileweave.ops.matmul.known_calls import call_again, unflatten
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -187,11 +187,7 @@ def all_gather_matmul(
     if plain and gather_dim == 0 and return_gathered is fast_accum is False:
         found = call_again(OP, _run, group, x, w, (bias,), (None,), "", flatten=True)
         if found is not None:
-            y = found[0]
-            if x.dim() > 2:  # and x has elements
-                each = x.shape[1:-1]
-                y = y.view(y.shape[0] // each.numel(), *each, y.shape[1])
-            return y
+            return unflatten(found[0], x)
     name = name_of(group)
     if gather_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "gather_dim", gather_dim)

@@ -37,12 +37,14 @@ def call_again(
     options: object,
     *more: object,
     flatten: bool = False,
+    divides: bool = False,
 ) -> Any:
     """``run(chosen, group_name, x, w, *others, *more)``, if the signature of the call was accepted
     before; None for a call that must take the long way.
 
     The arguments are those of ``accept``; the caller has no memory for ``results``. ``flatten``: x
-    may be [m, ..., K], whose rows are multiplied; else it is [rows, K].
+    may be [m, ..., K], whose rows are multiplied; else it is [rows, K]. ``divides``: then m is a
+    multiple of the world size.
     """
     if torch.compiler.is_compiling() or type(x) not in TENSORS:
         return None
@@ -54,18 +56,27 @@ def call_again(
         return None
     if on_gpu and x.get_device() != registry._current_device():
         return None
-    if dimensions > 2:
-        if not x.is_contiguous() or x.numel() == 0:
-            return None
-        x = x.flatten(0, -2)
     if group is None:
         group = dist.group.WORLD
     name = group if type(group) is str else getattr(group, "group_name", "")
     known = REGISTRY.known(name)
     if known is None or (known is not group and name is not group):
         return None
+    if dimensions > 2:
+        if not x.is_contiguous() or x.numel() == 0 or (divides and x.shape[0] % known.size()):
+            return None
+        x = x.flatten(0, -2)
     accepted, signature = signature_of(op, name, x, w, (*others, *results), options)
     chosen = accepted.get(signature)
     if chosen is None:
         return None
     return reporting(run, name, x, (chosen, name, x, w, *others, *more), {})
+
+
+def unflatten(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A result [rows, n] of x [m, ..., K], which has elements, as [..., n]: with the inner
+    dimensions of x."""
+    if x.dim() == 2:
+        return y
+    inner = x.shape[1:-1]
+    return y.view(y.shape[0] // inner.numel(), *inner, y.shape[1])

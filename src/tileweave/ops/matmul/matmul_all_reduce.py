@@ -64,7 +64,7 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
 )
-from tileweave.ops.matmul.known_calls import call_again
+from tileweave.ops.matmul.known_calls import call_again, unflatten
 from tileweave.ops.matmul.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import (
     Rows,
@@ -119,8 +119,7 @@ def matmul_all_reduce(
         This rank's columns of the input, the same shape on every rank. Copied if not contiguous.
 
     w : [N, k], rows contiguous
-        This rank's columns of a weight in ``torch.nn.Linear`` layout, with the dtype of x and the
-        same shape on every rank.
+        This rank's columns of a Linear weight, in the dtype of x; the same shape on every rank.
 
     bias : [N], optional
         Added once. The same values on every rank.
@@ -209,9 +208,11 @@ def matmul_all_reduce(
         norm_eps = EPS  # unused: ranks need not agree on it
     plain = out is main_grad is x_scale is w_scale is quantize is quantize_out is out_dtype is None
     if plain and residual_out is None and fast_accum is False and type(norm_eps) is float:
-        found = _again(group, x, w, bias, residual, norm_weight, norm_eps)
+        args = (bias, residual, norm_weight), (None, None), norm_eps, norm_eps
+        found = call_again(OP, _run, group, x, w, *args, flatten=residual is None)
         if found is not None:
-            return found if normed else found[0]
+            y = unflatten(found[0], x)
+            return (y, unflatten(found[1], x)) if normed else y
     name = name_of(group)
     more = (residual, norm_weight, out, residual_out, norm_eps, main_grad)
     rows, given, flat, flat_residual = check_own(OP, name, _as_called, x, w, bias, *more)
@@ -245,25 +246,6 @@ def matmul_all_reduce(
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
     return (y, kept) if normed else y
-
-
-def _again(
-    group: Group | None,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-) -> Any:
-    """The results of a call like an earlier one, as :func:`matmul_all_reduce` returns them; None of
-    others."""
-    added, eps, rows = (bias, residual, norm_weight), norm_eps, residual is None
-    found = call_again(OP, _run, group, x, w, added, (None, None), eps, eps, flatten=rows)
-    if found is None or x.dim() == 2:
-        return found
-    shape, (y, kept) = (*x.shape[:-1], w.shape[0]), found
-    return y.view(shape), None if kept is None else kept.view(shape)
 
 
 def _as_called(

@@ -54,7 +54,7 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
     sequence_first,
 )
-from tileweave.ops.matmul.known_calls import call_again
+from tileweave.ops.matmul.known_calls import call_again, unflatten
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.ops.matmul.warmup import warmup_matmul
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
@@ -175,9 +175,9 @@ def matmul_reduce_scatter(
     """
     plain = out is depth is main_grad is x_scale is w_scale is quantize is out_dtype is None
     if plain and scatter_dim == 0 and fast_accum is False:
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), "")
+        found = call_again(OP, _run, group, x, w, (bias,), (None,), "", flatten=True, divides=True)
         if found is not None:
-            return found
+            return unflatten(found, x)
     name = name_of(group)
     if scatter_dim != 0:
         turned, into = check_own(OP, name, sequence_first, x, out, "scatter_dim", scatter_dim)
