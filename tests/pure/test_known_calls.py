@@ -55,11 +55,17 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def call(
-    x: Any = X, w: Any = W, group: Any = GROUP, bias: Any = None, run: Any = None, **changed: Any
+    x: Any = X,
+    w: Any = W,
+    group: Any = GROUP,
+    bias: Any = None,
+    run: Any = None,
+    out: Any = None,
+    **changed: Any,
 ) -> Any:
     more: dict[str, Any] = {"op": "op", "options": OPTIONS, **changed}
     run = run or (lambda *args: args)
-    args = more.pop("op"), run, group, x, w, (bias,), (None,), more.pop("options")
+    args = more.pop("op"), run, group, x, w, (bias,), (out,), more.pop("options")
     return known_calls.call_again(*args, 7, **more)
 
 
@@ -70,8 +76,9 @@ def test_a_call_like_an_accepted_one_runs(
 ) -> None:
     other = torch.nn.Parameter(torch.ones(16, 8), requires_grad=False)
     with mode():
-        plan, name, x, w, bias, more = call(w=other, group=group)
-    assert (plan, name, bias, more) == ("plan", "g", None, 7) and x is X and w is other
+        plan, name, x, w, bias, more, out = call(w=other, group=group)
+    assert (plan, name, bias, more, out) == ("plan", "g", None, 7, None)
+    assert x is X and w is other
     assert not broken
 
 
@@ -136,6 +143,25 @@ def test_another_current_device_takes_the_long_way(
     assert call() is None
     monkeypatch.setattr(registry, "_current_device", lambda: X.get_device())
     assert call() is not None
+
+
+def test_results_in_memory_of_the_caller(broken: list[Any]) -> None:
+    out = torch.zeros(4, 16)
+    assert call(out=out) is None, "another signature than without"
+    accepted, signature = inputs.signature_of("op", "g", X, W, (None, out), OPTIONS)
+    accepted[signature] = "plan"  # type: ignore[assignment]
+    before = out._version
+    *_, given = call(out=out)
+    assert given is out and out._version == before + 1
+    assert call(out=out.clone().requires_grad_()) is None
+    with torch.inference_mode():
+        made_inside = torch.zeros(4, 16)
+        assert call(out=made_inside)[-1] is made_inside
+    assert call(out=made_inside) is None
+    memory = torch.zeros(128)
+    with pytest.raises(InputError, match="out= in the storage of an input"):
+        call(x=memory[:32].view(4, 8), out=memory[64:].view(4, 16))
+    assert len(broken) == 1
 
 
 def test_rows_of_more_dimensions_where_the_operator_takes_them(

@@ -183,9 +183,9 @@ def all_gather_matmul(
     -----
     Source: FLUX, arXiv 2406.06858.
     """
-    plain = out is cols is main_grad is x_scale is w_scale is quantize is out_dtype is None
+    plain = cols is main_grad is x_scale is w_scale is quantize is out_dtype is None
     if plain and gather_dim == 0 and return_gathered is fast_accum is False:
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), "", flatten=True)
+        found = call_again(OP, _run, group, x, w, (bias,), (out,), "", False, flatten=out is None)
         if found is not None:
             return unflatten(found[0], x)
     name = name_of(group)

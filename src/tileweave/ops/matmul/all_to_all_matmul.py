@@ -136,10 +136,9 @@ def all_to_all_matmul(
     -----
     Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
-    if out is None and type(scatter_dim) is type(gather_dim) is int:
-        exchange = (scatter_dim, gather_dim)
-        options = (*exchange, False)
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), options, *exchange)
+    if type(scatter_dim) is type(gather_dim) is int:
+        options = (scatter_dim, gather_dim, False)
+        found = call_again(OP, _run, group, x, w, (bias,), (out,), options, *options)
         if found is not None:
             return found[0]
     name = name_of(group)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from tileweave.ops.core import registry
 from tileweave.ops.core.operator import TENSORS, plain_on_gpu
 from tileweave.ops.core.registry import Group, debugging, reporting
-from tileweave.ops.matmul.inputs import signature_of
+from tileweave.ops.matmul.inputs import Tensors, refuse_alias, signature_of
 from tileweave.transport.workspace import REGISTRY
 
 _has_autocast = torch._C._is_any_autocast_enabled
@@ -33,25 +33,24 @@ def call_again(
     x: Any,
     w: Any,
     others: tuple[Any, ...],
-    results: tuple[None, ...],
+    results: tuple[Any, ...],
     options: object,
     *more: object,
     flatten: bool = False,
     divides: bool = False,
 ) -> Any:
-    """``run(chosen, group_name, x, w, *others, *more)``, if the signature of the call was accepted
-    before; None for a call that must take the long way.
+    """``run(chosen, group_name, x, w, *others, *more, *results)``, if the signature of the call was
+    accepted before; None for a call that must take the long way.
 
-    The arguments are those of ``accept``; the caller has no memory for ``results``. ``flatten``: x
-    may be [m, ..., K], whose rows are multiplied; else it is [rows, K]. ``divides``: then m is a
-    multiple of the world size.
+    The arguments are those of ``accept``. ``flatten``: x may be [m, ..., K], whose rows are
+    multiplied; else it is [rows, K]. ``divides``: then m is a multiple of the world size.
     """
     if torch.compiler.is_compiling() or type(x) not in TENSORS:
         return None
     dimensions = x.dim()
     if dimensions != 2 and (not flatten or dimensions < 2):
         return None
-    on_gpu = plain_on_gpu(x, w, *others)
+    on_gpu = plain_on_gpu(x, w, *others, *results)
     if on_gpu is None or forward_ad._current_level >= 0 or _has_autocast() or debugging():
         return None
     if on_gpu and x.get_device() != registry._current_device():
@@ -70,7 +69,28 @@ def call_again(
     chosen = accepted.get(signature)
     if chosen is None:
         return None
-    return reporting(run, name, x, (chosen, name, x, w, *others, *more), {})
+    args = (chosen, name, x, w, *others, *more, *results)
+    if results[0] is None:
+        return reporting(run, name, x, args, {})
+    given = [t for t in results if t is not None]
+    counted = [t for t in given if not t.is_inference()]
+    if len(counted) < len(given) and not torch.is_inference_mode_enabled():
+        return None
+    return reporting(_store, name, x, (run, args, results, (x, w, *others), counted), {})
+
+
+def _store(
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: Tensors,
+    inputs: Tensors,
+    counted: list[torch.Tensor],
+) -> Any:
+    """``run(*args)``, which writes to ``results``: the version counters of ``counted`` know."""
+    refuse_alias(results, inputs)
+    found = run(*args)
+    torch.autograd.graph.increment_version(counted)
+    return found
 
 
 def unflatten(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -206,10 +206,10 @@ def matmul_all_reduce(
     normed = norm_weight is not None
     if not normed:
         norm_eps = EPS  # unused: ranks need not agree on it
-    plain = out is main_grad is x_scale is w_scale is quantize is quantize_out is out_dtype is None
-    if plain and residual_out is None and fast_accum is False and type(norm_eps) is float:
-        args = (bias, residual, norm_weight), (None, None), norm_eps, norm_eps
-        found = call_again(OP, _run, group, x, w, *args, flatten=residual is None)
+    plain = main_grad is x_scale is w_scale is quantize is quantize_out is out_dtype is None
+    if plain and fast_accum is False and type(norm_eps) is float:
+        args = (bias, residual, norm_weight), (out, residual_out), norm_eps, norm_eps
+        found = call_again(OP, _run, group, x, w, *args, flatten=residual is out is None)
         if found is not None:
             y = unflatten(found[0], x)
             return (y, unflatten(found[1], x)) if normed else y

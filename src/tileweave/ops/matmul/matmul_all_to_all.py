@@ -133,9 +133,9 @@ def matmul_all_to_all(
     -----
     Sources: arXiv 2305.06942; DeepSpeed Ulysses, arXiv 2309.14509.
     """
-    if out is None and type(scatter_dim) is type(gather_dim) is int:
+    if type(scatter_dim) is type(gather_dim) is int:
         options = (scatter_dim, gather_dim)
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), options, *options)
+        found = call_again(OP, _run, group, x, w, (bias,), (out,), options, *options)
         if found is not None:
             return found
     name = name_of(group)

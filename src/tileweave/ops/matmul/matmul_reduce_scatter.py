@@ -173,9 +173,11 @@ def matmul_reduce_scatter(
     Gradients of x and w are those of one loss over the rows of all ranks; the gradient of ``bias``
     is summed over the group. Source: FLUX, arXiv 2406.06858.
     """
-    plain = out is depth is main_grad is x_scale is w_scale is quantize is out_dtype is None
+    plain = depth is main_grad is x_scale is w_scale is quantize is out_dtype is None
     if plain and scatter_dim == 0 and fast_accum is False:
-        found = call_again(OP, _run, group, x, w, (bias,), (None,), "", flatten=True, divides=True)
+        found = call_again(
+            OP, _run, group, x, w, (bias,), (out,), "", flatten=out is None, divides=True
+        )
         if found is not None:
             return unflatten(found, x)
     name = name_of(group)
