@@ -87,20 +87,28 @@ def test_matmuls(largest: World, name: str, trains: bool) -> None:
         assert max(differences) <= 0.5, differences
 
 
-def lookups(me: Member) -> list[float]:
-    tables = [torch.randn(100, 32, device=me.device) for _ in range(2)]
-    offsets = torch.arange(0, 2 * 64 * 4 + 1, 4, device=me.device)
-    layout = tw.EmbeddingLayout.in_rank_order([[32, 32]] * me.world_size)
+class Lookups(torch.nn.Module):
+    """Tables are parameters: of other tensors torch copies what it replays."""
 
-    def call(x: torch.Tensor) -> torch.Tensor:
+    def __init__(self, me: Member) -> None:
+        super().__init__()
+        tables = [torch.randn(100, 32, device=me.device) for _ in range(2)]
+        self.tables = torch.nn.ParameterList(tables)
+        self.offsets = torch.arange(0, 2 * 64 * 4 + 1, 4, device=me.device)
+        self.layout = tw.EmbeddingLayout.in_rank_order([[32, 32]] * me.world_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         indices = (x[: 2 * 64 * 4, 0].float().abs() * 30).long() % 100
-        return tw.embedding_bag_all_to_all(tables, indices, offsets, layout=layout) * 2
+        tables = list(self.tables)
+        return tw.embedding_bag_all_to_all(tables, indices, self.offsets, layout=self.layout) * 2
 
+
+def lookups(me: Member) -> list[float]:
     torch._dynamo.reset()
     tw.close()
     me.barrier()
     with torch.no_grad():
-        return repeated(me, call, 512)
+        return repeated(me, Lookups(me), 512)
 
 
 def test_lookups(largest: World) -> None:

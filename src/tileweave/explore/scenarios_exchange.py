@@ -171,6 +171,9 @@ SCENARIOS = (
         "sm, cut", IN, triton_config("sm", tile_k=8), ((16, 16, 48),), (_PROJECTION,), (2, 3)
     ),
     Exchanged(
+        "sm, low tiles", IN, triton_config("sm", tile_n=64), ((5, 70, 17),), (_PROJECTION,), (1, 2)
+    ),
+    Exchanged(
         "library",
         IN,
         triton_config("sm", kernel="library"),

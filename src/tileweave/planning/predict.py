@@ -23,11 +23,12 @@ _LAST_ROWS_SECONDS = 20e-6
 # that reduces and gathers. From 4 MB on, on two H100, two and four H200: mostly 0.53 to 0.61
 # (single shapes 0.39 to 0.72), and 0.63 to 0.76. The calibration has the rate of few rows.
 _EXCHANGE_FRACTION, _REDUCE_FRACTION = 0.6, 0.68
-# One shot, as fitted to 580 times of two H100, two and four H200 (in the mean 8 % off): the launch
+# One shot, as fitted to 790 times of two H100, two and four H200 (in the mean 7 % off): the launch
 # until data of peers has come, beyond tiles; each tile besides its bytes; of the rate of memory;
-# from a load until its data is in shared memory; and rows of w that begin inside a line of 128
-# bytes, each block of K of which touches one more.
-_ONE_SHOT_SECONDS, _ONE_SHOT_TILE_SECONDS = 3.7e-6, 2.2e-6
+# from a load until its data is in shared memory; rows of w that begin inside a line of 128 bytes,
+# each block of K of which touches one more; and with w first, the rate of a multiprocessor over
+# that with x first, and again from a load until its data is in shared memory.
+_ONE_SHOT_SECONDS, _ONE_SHOT_TILE_SECONDS = 3.5e-6, 2.2e-6
 _ONE_SHOT_MEMORY, _LOAD_SECONDS, _PARTIAL_LINES = 0.87, 1.3e-6, 1.05
 _W_FIRST, _W_FIRST_LOAD = 1.8, 1.0e-6
 _SHARED_BYTES, _WARPS = 227 << 10, 64  # of a multiprocessor, for programs at the same time
@@ -144,7 +145,7 @@ def _one_shot(p: Problem, w: Work, config: MatmulConfig, costs: Costs, link_rate
             programs * stream + cdiv(programs, fit) * _ONE_SHOT_TILE_SECONDS,
             memory / (_ONE_SHOT_MEMORY * device.memory_rate),
         )
-        + w.nbytes * p.world_size * config.team / link_rate
+        + w.nbytes * p.world_size * config.team / (_EXCHANGE_FRACTION * link_rate)
     )
 
 

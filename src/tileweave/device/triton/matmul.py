@@ -39,13 +39,13 @@ def matmul_tile(
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of
     ``w [N, K]`` over K blocks [k_begin, k_end).
 
-    Rows out of range must point to readable memory, columns out of range wrap around: their
-    products are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask
-    along K. ``FEW_ROWS``: just the first ``rows`` rows are read, which saves the traffic for the
-    rest of a tile: half of all, where a tile has as many rows as columns. ``DEPTH_FIRST``: ``w`` is
-    [K, N], its rows ``stride_w`` apart: a weight as backward reads it. ``start``: what the sum
-    begins with. ``PROMOTE``: of FP8, sums are rounded to fp32 after each K block; tensor cores keep
-    fewer bits between.
+    Rows that are read must point to readable memory, and columns out of range wrap around: products
+    of those out of range are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads
+    need no mask along K. ``FEW_ROWS``: just the first ``rows`` rows are read, which saves the
+    traffic for the rest of a tile: half of all, where a tile has as many rows as columns.
+    ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w`` apart: a weight as backward reads it.
+    ``start``: what the sum begins with. ``PROMOTE``: of FP8, sums are rounded to fp32 after each K
+    block; tensor cores keep fewer bits between.
 
     Low and wide tiles are multiplied as w @ x.T: the tensor cores of Hopper take at least 64 rows
     of the first matrix at a time, but as few as 8 columns of the second.
