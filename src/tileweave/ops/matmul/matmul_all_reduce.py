@@ -138,8 +138,8 @@ def matmul_all_reduce(
         the default group.
 
     main_grad : [N, k], optional
-        In the backward the gradient of w is added to it, and that of w is None. For Megatron-LM's
-        ``gradient_accumulation_fusion``. float32, contiguous; one matmul of a GPU adds its sums.
+        In the backward the gradient of w is added to it, in float32, and the gradient of w is None.
+        float32, contiguous. For Megatron-LM's ``gradient_accumulation_fusion``.
 
     x_scale : float32 tensor, optional
         For FP8 operands: x is float8_e4m3fn, and represents data times scale. One element, for the
