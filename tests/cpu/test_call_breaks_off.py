@@ -61,7 +61,8 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
             patches.enter_context(
                 mock.patch.object(HOSTS[op], "run_fused", side_effect=torch.OutOfMemoryError)
             )
-        elif where in REFUSES:
+        elif where in REFUSES:  # what is refused is no call like an earlier one
+            patches.enter_context(mock.patch.object(HOSTS[op], "call_again", return_value=None))
             patches.enter_context(
                 mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError)
             )
