@@ -96,6 +96,7 @@ def test_a_call_like_an_accepted_one_runs(
         {"x": "no tensor"},
         {"w": torch.zeros(16, 8).t().contiguous().t()},
         {"w": [W]},
+        {"w": None},
         {"w": torch.nn.Parameter(W)},
         {"bias": torch.zeros(16)},
         {"bias": 0},

@@ -45,7 +45,7 @@ def call_again(
     The arguments are those of ``accept``. ``flatten``: x may be [m, ..., K], whose rows are
     multiplied; else it is [rows, K]. ``divides``: then m is a multiple of the world size.
     """
-    if torch.compiler.is_compiling() or type(x) not in TENSORS:
+    if torch.compiler.is_compiling() or type(x) not in TENSORS or w is None:
         return None
     dimensions = x.dim()
     if dimensions != 2 and (not flatten or dimensions < 2):
