@@ -281,7 +281,7 @@ def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
     blocks = tl.cdiv(shards.rows, ROWS) * tl.cdiv(shards.cols, COLS)
     size = tl.cast(shards.rows, tl.int64) * shards.cols
     epoch = load_epoch(peers)
-    # of an earlier call: then nothing is pushed, see ``one_shot.exchange``
+    # of an earlier call: then nothing is pushed, see ``one_shot.py``
     fault = faulted(peers)
     slot_offset = (epoch & 1).to(tl.int64) * peers.slot_size
     finished = slot_offset + PLACES * size if C.REDUCE else slot_offset

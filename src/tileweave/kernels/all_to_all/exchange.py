@@ -104,7 +104,7 @@ def exchange_parts_kernel(x, out, peers, rank, part, cut, joined, C: tl.constexp
     size = part.size
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     epoch = load_epoch(peers)
-    # of an earlier call: then nothing is pushed, see ``one_shot.exchange``
+    # of an earlier call: then nothing is pushed, see ``one_shot.py``
     fault = faulted(peers)
     slot_offset = (epoch & 1).to(tl.int64) * peers.slot_size
     lane = tl.arange(0, BLOCK)
