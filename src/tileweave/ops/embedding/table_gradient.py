@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,15 +85,13 @@ def on_device(words: tuple, device: torch.device) -> torch.Tensor:
     return found
 
 
-@functools.lru_cache(128)
-def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
-    return copied(words, device)
-
-
 def copied(words: Any, device: torch.device) -> torch.Tensor:
     """``words`` as an int64 tensor that outlives this call."""
     made = torch.tensor(words, dtype=torch.int64, device="cpu")
-    return lasting(partial(made.to, device), device)
+    return lasting(functools.partial(made.to, device), device)
+
+
+_on_device = functools.lru_cache(128)(copied)
 
 
 def keep_for_graphs(words: torch.Tensor) -> None:
