@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.seeds import generator
 from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
@@ -40,8 +41,7 @@ class Case:
 
 
 def numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash(seed) % (1 << 62))
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator("cpu", *seed))
 
 
 def value(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from tests.support.seeds import generator
 from tests.support.worlds import Member, Worlds
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +44,7 @@ class Case:
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash(seed) % (1 << 62))
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator("cpu", *seed)).to(dtype)
 
 
 def quantised(t: torch.Tensor, dim: int | None) -> torch.Tensor:

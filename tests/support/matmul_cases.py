@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
+from tests.support.seeds import generator
 from tests.support.tolerances import TOLERANCE, assert_near
 
 from tileweave.planning.problem import MatmulConfig
@@ -112,10 +113,10 @@ class Case:
 def draw(
     shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object
 ) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(hash(seed) % (1 << 62))
+    numbers = generator(device, *seed)
     if case.integers:  # so small that bf16 represents the partial sum of a rank exactly
-        return torch.randint(-1, 2, shape, generator=generator, device=device).to(case.torch_dtype)
-    return (torch.randn(shape, generator=generator, device=device) * scale).to(case.torch_dtype)
+        return torch.randint(-1, 2, shape, generator=numbers, device=device).to(case.torch_dtype)
+    return (torch.randn(shape, generator=numbers, device=device) * scale).to(case.torch_dtype)
 
 
 @dataclass
