@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -349,7 +350,42 @@ def about_operators() -> list[str]:
         scope.restore()
 
 
-TOPICS = (about_types, about_operands, about_conversions, about_words, about_operators)
+def about_stores() -> list[str]:
+    """What memory holds after stores of each size of element, in any order, of which a mask takes
+    some; elements that are not aligned, and values of another shape."""
+    from types import SimpleNamespace
+
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    store = builder.create_masked_store
+    hints = [None] * (len(signature(builder.create_store).parameters) - 2)  # more in Triton 3.6
+    drawn, found = np.random.default_rng(2), []
+    for kind, shape, shift in itertools.product(
+        (np.uint8, np.uint16, np.float32, np.int64, bool), ((1,), (7,), (5, 3), (2, 3, 4)), (0, 1)
+    ):
+        count, size = int(np.prod(shape)), np.dtype(kind).itemsize
+        order = drawn.permutation(2 * count)[:count].reshape(shape)
+        value = drawn.integers(0, 200, shape).astype(kind)
+        for share in (0.0, 0.5, 1.0):
+            memory = np.zeros(2 * count * size + shift, np.uint8)
+            places = (memory.ctypes.data + shift + order * size).astype(np.uint64)
+            parts = places, value, drawn.random(shape) < share
+            store(*(SimpleNamespace(data=part) for part in parts), *hints)
+            found.append(said(memory))
+    scalar = np.array([memory.ctypes.data], np.uint64), np.ones((), np.uint8), np.ones(1, bool)
+    store(*(SimpleNamespace(data=part) for part in scalar), *hints)
+    return [*found, said(memory)]
+
+
+TOPICS = (
+    about_types,
+    about_operands,
+    about_conversions,
+    about_words,
+    about_operators,
+    about_stores,
+)
 
 
 def run(patched: bool) -> dict[str, object]:
@@ -445,6 +481,9 @@ def test_each_speedup_matches_triton(both: list[dict], topic: str) -> None:
     ours, tritons = both
     assert len(ours[topic]) == len(tritons[topic]) > 10
     for number, (mine, own) in enumerate(zip(ours[topic], tritons[topic], strict=True)):
-        assert mine == own, f"{topic}, {number}"
+        if "no attribute 'get_bf16'" not in own:  # Triton 3.6 cannot make numbers in bf16
+            assert mine == own, f"{topic}, {number}"
     failed = sum("Error: " in own for own in tritons[topic])
-    assert topic == "about_conversions" or 0 < failed < len(tritons[topic]), "of each kind"
+    assert topic in ("about_conversions", "about_stores") or 0 < failed < len(tritons[topic]), (
+        "of each kind"
+    )

@@ -6,7 +6,7 @@ at every operation; it seeks what two operands have in common where they are ali
 products of integers again in 64 bits, to compare, and then ignores the outcome (``device_assert``
 does nothing without ``debug``). Here the language is patched once a launch, from a list; types and
 shapes are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and
-every check of it, is Triton's.
+every check of it, is Triton's. Stores alone differ: each element is stored once.
 
 Private parts of the interpreter are touched here, in ``operators.py``, which has the operators of
 tensors, and in ``explore/interpreter.py``; they are the
@@ -15,6 +15,7 @@ same in Triton 3.6 to 3.9, and ``device/triton/signal.py`` leaves other versions
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from dataclasses import replace
@@ -38,6 +39,7 @@ _unwrapped_as_triton_does = tl.core._unwrap_if_constexpr
 _convert_as_triton_does = triton_interpreter._convert_float
 _block_type_as_triton_does = tl.block_type.__init__
 _with_element_type_as_triton_does = tl.block_type.with_element_ty
+_store_as_triton_does = triton_interpreter.InterpreterBuilder.create_masked_store
 _expand_dims_as_triton_does = triton_interpreter.InterpreterBuilder.create_expand_dims
 TensorHandle = triton_interpreter.TensorHandle
 _types_equal_as_triton_does = tl.dtype.__eq__
@@ -356,6 +358,33 @@ def _copied_back(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_on_host
         _COPY_BACK(self, args, on_host, kwargs, kwargs_on_host)
 
 
+_LOWEST = 4096  # no memory of a process is below
+_WHOLE = (ctypes.c_char * ((1 << 47) - _LOWEST)).from_address(_LOWEST)
+# all memory of this process, as elements of so many bytes
+_MEMORY = {size: np.frombuffer(_WHOLE, f"u{size}") for size in (1, 2, 4, 8)}
+
+
+def _store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> None:
+    """``InterpreterBuilder.create_masked_store``, with each element stored once.
+
+    Triton calls C's ``memcpy`` for each, which stores 2, 4 or 8 bytes twice. A kernel of another
+    rank may take the element, and clear its place for the next one, between the two.
+    """
+    places, data, inside = ptrs.data, value.data, mask.data
+    memory = _MEMORY.get(data.itemsize)
+    if memory is None or data.shape != places.shape or places.dtype != np.uint64:
+        return _store_as_triton_does(self, ptrs, value, mask, *rest)
+    if not inside.all():
+        places, data = places[inside], data[inside]
+        if not places.size:
+            return None
+    bits = int(np.bitwise_or.reduce(places, axis=None))
+    if bits % data.itemsize or bits >> 47:
+        return _store_as_triton_does(self, ptrs, value, mask, *rest)
+    memory[(places - _LOWEST) // data.itemsize] = data.view(memory.dtype)
+    return None
+
+
 def _bf16(self: Any, value: float) -> Any:
     """A number in bfloat16."""
     return self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
@@ -374,6 +403,7 @@ def patch_once() -> None:
     tl.block_type.to_ir = _to_ir
     tl.core._unwrap_if_constexpr = _unwrapped
     triton_interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
+    triton_interpreter.InterpreterBuilder.create_masked_store = _store
     if not hasattr(triton_interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
         triton_interpreter.InterpreterBuilder.get_bf16 = _bf16
     tl.dtype.__eq__ = _types_equal
