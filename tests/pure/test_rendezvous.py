@@ -242,19 +242,18 @@ def test_allocation_and_call_comparison_report_the_same_mismatch(three: list[Ran
     assert others == [one, one]
 
 
-class Interrupted(threading.Event):
-    """Ctrl-C comes to the first wait for this event, once ``arrived`` is set."""
+class Interrupted:
+    """A :meth:`Conversation.ended` to whose first call Ctrl-C comes, once ``arrived`` is set."""
 
-    def __init__(self, arrived: threading.Event) -> None:
-        super().__init__()
-        self._arrived, self._armed = arrived, True
+    def __init__(self, talk: Conversation, arrived: threading.Event) -> None:
+        self._ended, self._arrived, self._armed = talk.ended, arrived, True
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def __call__(self, seconds: float) -> bool:
         if self._armed:
             self._armed = False
             assert self._arrived.wait(10)
             raise KeyboardInterrupt
-        return super().wait(timeout)
+        return self._ended(seconds)
 
 
 @pytest.mark.parametrize("how", ["timed out", "interrupted"])
@@ -281,7 +280,7 @@ def test_timeout_as_the_last_rank_arrives_is_consistent(
         begin(talk, group, seconds)  # type: ignore[arg-type]
         talk.of_rank_2 = group.rank == 2  # type: ignore[attr-defined]
         if talk.of_rank_2 and how == "interrupted":  # type: ignore[attr-defined]
-            talk.done = Interrupted(arrived)
+            talk.ended = Interrupted(talk, arrived)
 
     def rank_of(rank: int) -> str:
         try:
@@ -422,3 +421,16 @@ def test_variables_are_on_in_every_spelling(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(rendezvous._SWITCHES[-1])
     monkeypatch.setattr(rendezvous, "rail_asked", lambda: rendezvous.RAILS[1])
     assert rendezvous._switches() == "001"
+
+
+def test_no_thread_is_left_after_an_answer(three, monkeypatch) -> None:
+    """The interpreter may exit next, which aborts the process if a thread is in torch's C++."""
+    answer = Conversation._run
+
+    def slow(talk: Conversation, function: Callable[[Conversation], object]) -> None:
+        answer(talk, function)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Conversation, "_run", slow)
+    assert group_store.ask_store(three[0], "a call", 5.0, lambda talk: talk.store.add("n", 2)) == 2
+    assert "tileweave-store" not in [thread.name for thread in threading.enumerate()]

@@ -42,10 +42,10 @@ class Conversation:
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.store: Any = None
         self.left = False
-        self.done = threading.Event()
         self.value: Any = None
         self.error: BaseException | None = None
         self._group = group
+        self._thread: threading.Thread | None = None
         self.allow(seconds)
 
     def allow(self, seconds: float) -> None:
@@ -58,15 +58,31 @@ class Conversation:
         """Seconds, 0 if it is too late."""
         return max(min(self.heard + self.patience, self._end) - time.monotonic(), 0.0)
 
-    def run(self, function: Callable[[Conversation], object]) -> None:
+    def begin(self, function: Callable[[Conversation], object]) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(
+            target=self._run, args=(function,), name="tileweave-store", daemon=True
+        )
+        self._thread.start()
+
+    def ended(self, seconds: float) -> bool:
+        """Whether the thread ends within ``seconds``.
+
+        Having the result is not enough: a thread that is in torch's C++ while the interpreter exits
+        aborts the process.
+        """
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(seconds)
+            return not self._thread.is_alive()
+        return True  # Ctrl-C came before it started
+
+    def _run(self, function: Callable[[Conversation], object]) -> None:
         try:
             self.store = _connection(self._group)
             if not self.left:
                 self.value = function(self)
         except (TileweaveError, RuntimeError, ValueError, TypeError, OSError) as error:
             self.error = error
-        finally:
-            self.done.set()
 
     def wait(self, keys: Sequence[str], store: dist.Store, seconds: float) -> bool:
         """Whether all ``keys`` were there in time, and the caller still waits."""
@@ -104,20 +120,17 @@ def ask_store(
     store does not answer or is gone.
     """
     talk = Conversation(group, seconds)
-    thread = threading.Thread(
-        target=talk.run, args=(function,), name="tileweave-store", daemon=True
-    )
     ended = False
     try:
-        thread.start()
-        while not talk.done.wait(talk.left_to_wait()):
+        talk.begin(function)
+        while not talk.ended(talk.left_to_wait()):
             if not talk.left_to_wait():
                 raise _unanswered(group, what, talk.patience)
         ended = True
     finally:
         if not ended:  # also Ctrl-C: the thread tells the peers, if the store still answers
             talk.left = True
-            if not talk.done.wait(min(talk.left_to_wait(), GRACE)):
+            if not talk.ended(min(talk.left_to_wait(), GRACE)):
                 _CONNECTIONS.pop(group, None)
     if isinstance(talk.error, RuntimeError) and not isinstance(talk.error, TileweaveError):
         _CONNECTIONS.pop(group, None)
