@@ -26,10 +26,11 @@ from tileweave.kernels.reduce_scatter.hopper import (
     matmul_reduce_scatter_hopper_kernel,
 )
 from tileweave.kernels.reduce_scatter.hopper_epilogue import PIECE
-from tileweave.kernels.reduce_scatter.triton import Scales, scheduled
+from tileweave.kernels.reduce_scatter.triton import scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, memory_of_parts
+from tileweave.kernels.scaling import Scales
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 

@@ -75,11 +75,12 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     take_gathered,
     tile_place,
 )
-from tileweave.kernels.reduce_scatter.triton import Scales as GivenScales
-from tileweave.kernels.reduce_scatter.triton import Scaling, scheduled
+from tileweave.kernels.reduce_scatter.triton import scheduled
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
+from tileweave.kernels.scaling import Scales as GivenScales
+from tileweave.kernels.scaling import Scaling
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 

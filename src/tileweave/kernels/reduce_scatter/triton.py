@@ -121,41 +121,9 @@ from tileweave.device.triton.signal import MAX_SLICES, REDUCED, count_in, count_
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers, lines, memory_of_parts
+from tileweave.kernels.scaling import Scales, Scaling
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
-
-
-class Scaling(NamedTuple):
-    """How calls with FP8 operands are scaled, and the dtype of their result.
-
-    blocks : scales are of blocks; else of rows of x and of columns of the result.
-
-    x_one, w_one : one scale for all rows of x, or for all columns of the result.
-
-    keeps_sums : tensor cores may keep the sums, as in ``fast_accum``.
-    """
-
-    blocks: bool
-    x_one: bool
-    w_one: bool
-    keeps_sums: bool
-    out_dtype: torch.dtype
-
-    def choices(self, config: MatmulConfig) -> dict[str, Any]:
-        """What kernels are compiled for."""
-        return {
-            "SCALED": 2 if self.blocks else 1,
-            "X_STEP": int(not self.x_one),
-            "W_STEP": int(not self.w_one),
-            "PROMOTE": config.tile_n <= 128 or not self.keeps_sums,
-        }
-
-
-class Scales(NamedTuple):
-    """Scales of FP8 operands."""
-
-    x: Any
-    w: Any
 
 
 class Tensors(NamedTuple):

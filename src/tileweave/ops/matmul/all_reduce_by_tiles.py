@@ -19,8 +19,8 @@ from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import GATHER, Instance, Workspace
 
 if TYPE_CHECKING:
-    from tileweave.kernels.reduce_scatter.triton import Scaling
     from tileweave.kernels.runtime.launch import Launcher
+    from tileweave.kernels.scaling import Scaling
 
 OP = "matmul_all_reduce"
 

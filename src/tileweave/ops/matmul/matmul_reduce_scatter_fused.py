@@ -33,7 +33,7 @@ from tileweave.transport.protocol import MAX_SLICES, REDUCED
 from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
-    from tileweave.kernels.reduce_scatter.triton import Scaling
+    from tileweave.kernels.scaling import Scaling
     from tileweave.ops.matmul.reduce_by_cublas import MultiplyThenReduce
     from tileweave.ops.matmul.scaled import ScaledProduct
     from tileweave.ops.matmul.shards_by_cublas import ShardSums
@@ -86,7 +86,7 @@ def scaled_parts(
 ) -> tuple[torch.Tensor, torch.Tensor, Scaling, tuple[torch.Tensor, ...]]:
     """Of FP8 operands of a kernel of ours, with a result of ``dtype``: x, w, how they are scaled,
     and their scales."""
-    from tileweave.kernels.reduce_scatter.triton import Scaling
+    from tileweave.kernels.scaling import Scaling
     from tileweave.ops.matmul.scaled import check_tile
 
     check_tile(config, product, True)
