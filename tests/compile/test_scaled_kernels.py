@@ -23,12 +23,13 @@ from tests.compile.test_reduction_kernels import check_counted, check_marked
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
-from tileweave.kernels.all_reduce import collective
+from tileweave.kernels.all_reduce import collective, one_shot
 from tileweave.kernels.all_reduce.norm import norm_quantize_launcher
 from tileweave.kernels.quantize import columns_launchers, quantize_launcher
 from tileweave.kernels.reduce_scatter import hopper as scatter_hopper
 from tileweave.kernels.reduce_scatter import triton as scatter_plain
 from tileweave.kernels.reduce_scatter.sum_shards import sum_launcher
+from tileweave.kernels.scaling import Scaling
 from tileweave.planning.candidates import PLANNED
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for, schedule_for
@@ -192,7 +193,7 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
     staging = torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=out.dtype)
     scales = torch.empty(x.shape[0] * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
     peers = endpoint(schedule.slot_elements, out.dtype)
-    scaling = scatter_plain.Scaling(blocks, False, False, keeps_sums, out.dtype)
+    scaling = Scaling(blocks, False, False, keeps_sums, out.dtype)
     gathered = WORLD_SIZE * rows if by_tiles else 0
     if config.kernel == "hopper":
         how_made = True, by_tiles, scaling, gathered
@@ -216,3 +217,26 @@ def test_the_reduce_scatter_of_fp8_fits(config: MatmulConfig, how: str) -> None:
         check_marked(compiled, 1)
     else:
         check_counted(compiled, by_tiles)
+
+
+ONE_SHOTS = [c for c in PLANNED["matmul_all_reduce"].fp8 if c.kernel == "triton"]
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("config", ONE_SHOTS, ids=str)
+def test_the_one_shot_kernel_of_fp8_fits(config: MatmulConfig, blocks: bool) -> None:
+    x, w = (torch.zeros(n, DEPTH).to(torch.float8_e4m3fn) for n in (4, COLS))
+    out = torch.empty(4, COLS, dtype=torch.bfloat16)
+    scales = torch.empty(4 * DEPTH // 128), torch.empty(COLS * DEPTH // 128)
+    peers = endpoint(WORLD_SIZE * config.team * config.tile_m * COLS, out.dtype)
+    launch = one_shot.launcher(
+        *(peers, WORLD_SIZE, RANK, (4, COLS, DEPTH), DEPTH, DEPTH, False, config),
+        scaling=Scaling(blocks, False, False, False, out.dtype),
+    )
+    compiled = compile_one(lambda: launch(x, w, None, None, None, 0.0, out, None, scales), TARGET)
+    assert compiled.name == "matmul_all_reduce_kernel" and compiled.fits_shared
+    assert compiled.registers is not None and compiled.registers <= 255
+    assert compiled.spills is not None and compiled.spills <= STACK
+    w_first = f"wgmma.mma_async.sync.aligned.m64n{config.tile_m}k32.f32.e4m3.e4m3"
+    assert (w_first in (compiled.ptx or "")) == (config.tile_n >= 64)
+    check_marked(compiled, WORLD_SIZE, waits=1)

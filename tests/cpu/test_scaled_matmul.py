@@ -3,14 +3,25 @@ the operands represent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.seeds import generator
+from tests.support.scaled_cases import (
+    AG,
+    AR,
+    FP8,
+    KINDS,
+    RS,
+    Case,
+    check,
+    in_one_shot,
+    numbers,
+    operands,
+)
 from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
@@ -18,111 +29,6 @@ from tileweave.errors import InputError
 from tileweave.ops.matmul.quantize import _in_torch  # the kernel is slow in the interpreter
 from tileweave.planning import choices
 from tileweave.planning.problem import MatmulConfig
-
-AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-FP8 = torch.float8_e4m3fn
-KINDS = [("tensor", "tensor"), ("tensor", "row"), ("row", "row"), ("block", "tile")]
-EPS = 0.05
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call; ``rows`` of x on a rank. ``kinds``: of x and w; ``quantize``: x of bfloat16."""
-
-    op: str
-    rows: int
-    cols: int = 48
-    depth: int = 160
-    kinds: tuple[str, str] = ("row", "row")
-    dtype: torch.dtype = torch.bfloat16
-    bias: bool = False
-    norm: bool = False
-    quantize: bool = False
-
-
-def numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
-    return torch.randn(shape, generator=generator("cpu", *seed))
-
-
-def value(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """data * scale in fp64, written without the code under test."""
-    rows, depth = data.shape
-    up = [
-        1 if given == size else size if given == 1 else 128
-        for given, size in zip(scale.shape, data.shape, strict=True)
-    ]
-    wide = scale.double().repeat_interleave(up[0], 0).repeat_interleave(up[1], 1)
-    return data.double() * wide[:rows, :depth].expand(rows, depth)
-
-
-def operands(case: Case, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Of one rank; ranks have scales that differ by a lot."""
-    x = (numbers((case.rows, case.depth), seed, rank, 0) * 4.0 ** (rank - 1)).bfloat16()
-    w = numbers((case.cols, case.depth), seed, rank, 1) * case.depth**-0.5
-    found = {}
-    of_x, of_w = case.kinds
-    found["w"], found["w_scale"] = _in_torch(w, of_w)
-    data, scale = _in_torch(x, of_x)
-    found["data"], found["scale"] = data, scale.view(1, 1) if of_x == "tensor" else scale
-    if case.quantize:
-        found["x"] = x
-    else:
-        found["x"], found["x_scale"] = data, scale
-    shared = seed, 0 if case.op != AG else rank
-    if case.bias:
-        found["bias"] = numbers((case.cols,), *shared, 2).to(case.dtype)
-    if case.norm:
-        found["residual"] = numbers((case.rows, case.cols), *shared, 3).to(case.dtype)
-        found["norm_weight"] = numbers((case.cols,), *shared, 4).to(case.dtype)
-    return found
-
-
-def wide(scale: torch.Tensor, of: str) -> torch.Tensor:
-    return scale.view(1, 1) if of == "tensor" else scale
-
-
-def expected(case: Case, everyone: list[dict[str, torch.Tensor]], rank: int) -> torch.Tensor:
-    mine, size = everyone[rank], len(everyone)
-    xs = [value(one["data"], one["scale"]) for one in everyone]
-    ws = [value(one["w"], wide(one["w_scale"], case.kinds[1])) for one in everyone]
-    bias = mine["bias"].double() if case.bias else 0.0
-    if case.op == AG:
-        return torch.cat(xs) @ ws[rank].t() + bias
-    total = torch.stack([x @ w.t() for x, w in zip(xs, ws, strict=True)]).sum(0) + bias
-    if case.op == RS:
-        return total.view(size, -1, case.cols)[rank]
-    if case.norm:
-        total = total + mine["residual"].double()
-        inverse = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)
-        return total * inverse * mine["norm_weight"].double()
-    return total
-
-
-def invoke(case: Case, given: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
-    named = {name: t for name, t in given.items() if name not in ("data", "scale")}
-    if case.quantize:
-        more["quantize"] = case.kinds[0]
-    if case.norm:
-        more["norm_eps"] = EPS
-    torch.set_default_dtype(torch.bfloat16)  # as inference engines do; scales stay float32
-    try:
-        y = getattr(tw, case.op)(**named, out_dtype=case.dtype, **more)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return y[0] if isinstance(y, tuple) else y
-
-
-def check(case: Case, me: Member, seed: int, **more: object) -> torch.Tensor:
-    everyone = [operands(case, rank, seed) for rank in range(me.world_size)]
-    got = invoke(case, everyone[me.rank], **more)
-    want = expected(case, everyone, me.rank)
-    assert got.dtype == case.dtype and got.shape == want.shape, f"{case}: {got.dtype} {got.shape}"
-    # Partial sums are rounded to 8 bits (bf16) or 11 (fp16), and so is the result. The interpreter
-    # truncates to bf16, which is twice the error.
-    bits, roundings = 8 if case.dtype == torch.bfloat16 else 11, 1 + (case.op != AG) + case.norm
-    error = (got.double() - want).norm() / want.norm()
-    assert error < 0.75 * roundings * 2.0**-bits, f"rank {me.rank}, {case}: error {error:.2e}"
-    return got
 
 
 def public_calls(me: Member, op: str) -> None:
@@ -176,6 +82,17 @@ def by_copy_engines(me: Member) -> None:
 
 def test_shards_by_copy_engines(worlds: Worlds) -> None:
     worlds("gloo", 2).run(by_copy_engines)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_few_rows_in_one_shot(worlds: Worlds, size: int) -> None:
+    """With w first and with x first, by teams of which some programs have no part of K."""
+    tiles = ((16, 32, 1), (16, 64, 1), (16, 64, 4), (16, 128, 2), (32, 64, 2))
+    configs = [
+        MatmulConfig("triton", "sm", tile_m, tile_n, 128, 1, 4, team=team, shots=1)
+        for tile_m, tile_n, team in tiles
+    ]
+    worlds("gloo", size).run(in_one_shot, configs)
 
 
 def quantized_norms(me: Member) -> None:

@@ -49,9 +49,23 @@ MUTANTS = (
     Mutant(
         "a part of a team begins a block late",
         ONE_SHOT,
-        "            part * sizes.k_blocks // TEAM,",
-        "            part * sizes.k_blocks // TEAM + part,",
+        "k_begin = part * sizes.k_blocks // C.TEAM",
+        "k_begin = part * sizes.k_blocks // C.TEAM + part",
         AR + "one shot, teams",
+    ),
+    Mutant(
+        "one scale of FP8 for all rows",
+        ONE_SHOT,
+        "scales.x + row * C.X_STEP",
+        "scales.x + row * 0",
+        AR + "one shot, FP8",
+    ),
+    Mutant(
+        "scales of the first FP8 block for all columns",
+        ONE_SHOT,
+        "scales.w + (tile * TILE_N // 128) * sizes.k_blocks",
+        "scales.w",
+        AR + "one shot, FP8, blocks",
     ),
     Mutant(
         "norms do not wait for the sum",

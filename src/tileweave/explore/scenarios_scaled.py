@@ -1,5 +1,5 @@
 """Scenarios of FP8 operands: all_gather_matmul, whose rows and scales have one signal, and
-matmul_reduce_scatter, whose partial sums are scaled before they are sent.
+matmul_reduce_scatter and matmul_all_reduce, whose partial sums are scaled before they are sent.
 
 Data are whole numbers that FP8 has, scales powers of two that differ between rows, ranks and calls:
 results are exact, and scales of another call or rank are noticed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,10 +20,14 @@ from tileweave.explore.scenarios import (
     POOL,
     Drawn,
     MatmulInstance,
+    OneShot,
     triton_config,
     whole_numbers,
 )
 from tileweave.planning.problem import MatmulConfig, Plan
+
+if TYPE_CHECKING:
+    from tileweave.ops.matmul.scaled import Scaled, ScaledProduct
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,30 @@ class ScaledGather(MatmulInstance):
         yield "out", out, want.half()
 
 
+def summed_operands(
+    shape: tuple[int, int, int], kind: str, size: int, rank: int, seed: int
+) -> tuple[tuple[torch.Tensor, ...], ScaledProduct, torch.Tensor]:
+    """x of this rank as it is passed, what it is multiplied by, and the sum of the products of all
+    ranks in fp16. ``shape``: (rows, cols, K of a rank); ``kind`` of the scales of x: those of w are
+    alike."""
+    from tileweave.ops.matmul.scaled import FP8, Scaled, ScaledProduct, as_sent, blocks
+
+    rows, cols, depth = shape
+    count = blocks(depth) if kind == "block" else 1
+    of_w = (blocks(cols), count) if kind == "block" else (cols, 1)
+
+    def made(shape: tuple[int, int], of: tuple[int, int], *seeds: object) -> Scaled:
+        scale = 2.0 ** whole_numbers(of, "scale", *seeds).clamp(-1, 1)
+        return Scaled(whole_numbers(shape, *seeds), scale, kind)
+
+    xs = [made((rows, depth), (rows, count), "x", r, seed) for r in range(size)]
+    ws = [made((cols, depth), of_w, "w", r, seed) for r in range(size)]
+    whole = torch.stack([x.value() @ w.value().t() for x, w in zip(xs, ws, strict=True)]).sum(0)
+    x, w = xs[rank], ws[rank]
+    product = ScaledProduct(w._replace(data=w.data.to(FP8)), None, kind, torch.float16)
+    return (x.data.to(FP8), as_sent(x.scale.clone(), kind)), product, whole.half()
+
+
 @dataclass(frozen=True)
 class ScaledScatter(MatmulInstance):
     """``shapes``: (rows of an owner, cols, K of a rank), used in turn; ``kind`` of the scales of x:
@@ -87,31 +115,42 @@ class ScaledScatter(MatmulInstance):
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.matmul_reduce_scatter_fused import run_scaled
-        from tileweave.ops.matmul.scaled import FP8, Scaled, ScaledProduct, as_sent, blocks
 
         seed = (number + drawn.order) % POOL
         rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        count = blocks(depth) if self.kind == "block" else 1
-        of_w = (blocks(cols), count) if self.kind == "block" else (cols, 1)
-
-        def made(shape: tuple[int, ...], of: tuple[int, ...], *seeds: object) -> Scaled:
-            scale = 2.0 ** whole_numbers(of, "scale", *seeds).clamp(-1, 1)
-            return Scaled(whole_numbers(shape, *seeds), scale, self.kind)
-
-        xs = [
-            made((world.size * rows, depth), (world.size * rows, count), "x", r, seed)
-            for r in range(world.size)
-        ]
-        ws = [made((cols, depth), of_w, "w", r, seed) for r in range(world.size)]
-        whole = torch.stack([x.value() @ w.value().t() for x, w in zip(xs, ws, strict=True)]).sum(0)
-        want = whole[rank * rows : (rank + 1) * rows].half()
-        x, w = xs[rank], ws[rank]
-        product = ScaledProduct(w._replace(data=w.data.to(FP8)), None, self.kind, torch.float16)
+        shape = world.size * rows, cols, depth
+        parts, product, whole = summed_operands(shape, self.kind, world.size, rank, seed)
+        want = whole[rank * rows : (rank + 1) * rows]
         out = unwritten(want)
         world.transports[rank].captured = self.captured and number > 0
         plan = Plan("fused", "explored", self.config, world_size=world.size)
-        parts = x.data.to(FP8), as_sent(x.scale.clone(), self.kind)
         run_scaled(parts, product, None, out, world.ranks[rank].group, plan)
+        yield "out", out, want
+
+
+@dataclass(frozen=True)
+class ScaledOneShot(OneShot):
+    """matmul_all_reduce of few rows; ``kind`` as in :func:`summed_operands`."""
+
+    norm: bool = False
+    kind: str = "row"
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        return PAYLOADS[1:2]
+
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul.matmul_all_reduce_fused import run_scaled
+        from tileweave.ops.matmul.products import NOTHING
+
+        seed = (number + drawn.order) % POOL
+        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
+        parts, product, want = summed_operands(shape, self.kind, world.size, rank, seed)
+        out = unwritten(want)
+        plan = Plan("fused", "explored", self.config)
+        run_scaled(parts, product, NOTHING, out, None, world.ranks[rank].group, plan)
         yield "out", out, want
 
 
@@ -133,5 +172,14 @@ SCENARIOS = (
     ScaledScatter("FP8, kernel, blocks", _KERNEL, ((17, 24, 160),), (1, 2), kind="block"),
     ScaledScatter(
         "FP8, kernel, sm", triton_config("sm", tile_k=128), ((16, 16, 32), (5, 24, 16)), (1, 2)
+    ),
+    ScaledOneShot(
+        "one shot, FP8", triton_config("sm", tile_k=128, shots=1), ((3, 32, 32), (5, 16, 16))
+    ),
+    ScaledOneShot(
+        "one shot, FP8, blocks, teams",
+        triton_config("sm", tile_n=64, tile_k=128, team=2, shots=1),
+        ((3, 144, 160), (1, 64, 128)),
+        kind="block",
     ),
 )

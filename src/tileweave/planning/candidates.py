@@ -98,6 +98,10 @@ _FP8_REDUCE = (
     *_by_cublas(_REDUCE),
     *(_uncut(_FP8_WIDE, slices) for slices in (2, 4, 8)),
     *(_uncut(replace(_SQUARE, tile_k=128, group_m=8), slices) for slices in (2, 4)),
+    _one_shot(16, 32, 128, 8, 2),
+    *(_one_shot(16, 64, 128, 8, 4, team) for team in (1, 2, 4)),
+    *(_one_shot(16, 128, 128, 6, 4, team) for team in (1, 2)),
+    *(_one_shot(32, 64, 128, 8, 4, team) for team in (1, 2)),
 )
 
 
@@ -176,7 +180,9 @@ _PORTABLE = {name: _portable(one.configs) for name, one in PLANNED.items()}
 def _interpreted(op: str, fp8: bool) -> tuple[MatmulConfig, ...]:
     """Small tiles for the interpreter on the CPU."""
     if fp8:
-        transports = ("sm",) if op == "matmul_all_reduce" else ("sm", "copy_engine")
+        if op == "matmul_all_reduce":
+            return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 128, 1, 4)
+        transports = ("sm", "copy_engine")
         return tuple(MatmulConfig("library", each, 16, 32, 64, 1, 4) for each in transports)
     if op == "matmul_all_reduce":
         return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 64, 1, 4)
@@ -205,8 +211,8 @@ def _ring_bytes(c: MatmulConfig, p: Problem) -> int:
 
 def _takes_fp8(op: str, c: MatmulConfig, p: Problem) -> bool:
     """Whether a kernel of ours takes FP8 operands with these tiles."""
-    known = op == "matmul_reduce_scatter" or (
-        op in ("all_gather_matmul", "matmul_all_reduce") and c.transport == "copy_engine"
+    known = op in ("matmul_reduce_scatter", "matmul_all_reduce") or (
+        op == "all_gather_matmul" and c.transport == "copy_engine"
     )
     # tiles of more columns have no registers for a second accumulator, or only where they are
     # multiplied in quarters and blocks have no scales

@@ -250,20 +250,17 @@ def _why_not_on_gpu(p: Problem) -> str | None:
 
 def _plan_cpu(op: str, p: Problem) -> Plan[MatmulConfig]:
     """Small tiles for the interpreter; by rows, so that every path is tried on the CPU."""
-    if p.fp8:
-        few = p.rows < 64 or op == "matmul_all_reduce"
-        config = MatmulConfig("library", "sm" if few else "copy_engine", 16, 32, 64, 1, 4)
-        return Plan("fused", f"interpreted; {p.rows} rows, FP8", config)
+    fp8 = ", FP8" if p.fp8 else ""
     if op == "matmul_all_reduce":
         one_shot = p.rows <= ONE_SHOT_ROWS
         config = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
         if one_shot:
-            config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=1)
-        return Plan(
-            "fused",
-            f"interpreted; {p.rows} rows, {'one shot' if one_shot else 'two shots'}",
-            config,
-        )
+            config = MatmulConfig("triton", "sm", 16, 32, 128 if p.fp8 else 64, 1, 4, shots=1)
+        shots = "one shot" if one_shot else "two shots"
+        return Plan("fused", f"interpreted; {p.rows} rows{fp8}, {shots}", config)
+    if p.fp8:
+        config = MatmulConfig("library", "sm" if p.rows < 64 else "copy_engine", 16, 32, 64, 1, 4)
+        return Plan("fused", f"interpreted; {p.rows} rows{fp8}", config)
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig(

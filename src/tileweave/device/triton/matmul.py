@@ -122,10 +122,11 @@ def matmul_blocks(
     TILE_K: tl.constexpr,
     rows=0,
     FEW_ROWS: tl.constexpr = False,
+    W_FIRST: tl.constexpr = False,
 ):
     """:func:`matmul_tile` of FP8 with a scale for 128 of K (``TILE_K``) of a row, and for 128 x 128
-    of ``w``: each K block, of which there is one at least, is multiplied by its scales before it is
-    added.
+    of ``w``: each K block is multiplied by its scales before it is added. ``k_begin`` is one of
+    them, also where there is none to multiply. ``W_FIRST``: as w @ x.T, for low and wide tiles.
 
     The compiler loads ahead what is multiplied, but not the scales: they are loaded here one block
     ahead, since a load that is waited for takes as long as a block of 16 rows.
@@ -134,7 +135,7 @@ def matmul_blocks(
     k = tl.arange(0, TILE_K)
     w_rows = w + n.to(tl.int64) * stride_w
     few = (tl.arange(0, TILE_M) < rows)[:, None]
-    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    acc = tl.zeros((TILE_N, TILE_M) if W_FIRST else (TILE_M, TILE_N), tl.float32)
     # peers wrote some of the scales: not from a stale cache
     of_rows = tl.load(scales.rows + k_begin * scales.step, cache_modifier=".cg")
     of_cols = tl.load(scales.cols + k_begin)
@@ -151,8 +152,11 @@ def matmul_blocks(
         ahead = tl.minimum(block + 1, k_end - 1)
         of_rows = tl.load(scales.rows + ahead * scales.step, cache_modifier=".cg")
         of_cols = tl.load(scales.cols + ahead)
-        acc += tl.dot(a, b.trans(1, 0), input_precision="ieee") * scale[:, None]
-    return acc
+        if W_FIRST:
+            acc += tl.dot(b, a.trans(1, 0), input_precision="ieee") * scale[None, :]
+        else:
+            acc += tl.dot(a, b.trans(1, 0), input_precision="ieee") * scale[:, None]
+    return acc.trans(1, 0) if W_FIRST else acc
 
 
 @triton.jit

@@ -36,21 +36,25 @@ be resident at the same time, and the interpreter may run them in turn.
 
 With more programs than fit at the same time, early tiles travel while later ones stream.
 
-Limits: M <= TILE_M; x and w contiguous along K; partial sums travel in the dtype of x. For more
-rows, two shots need fewer bytes: see ``collective.py``.
+FP8 operands (``SCALED``): a partial sum is multiplied by this rank's scales before it is rounded.
+Those of x are [M], or [K/128, M] of blocks, those of w [N], or [N/128, K/128].
+
+Limits: M <= TILE_M; x and w contiguous along K; partial sums travel in the dtype of the result. For
+more rows, two shots need fewer bytes: see ``collective.py``.
 
 Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.matmul import matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
 from tileweave.device.triton.peers import (
     faulted,
     leave,
@@ -66,6 +70,7 @@ from tileweave.kernels.all_reduce.norm import BLOCK as NORM_BLOCK
 from tileweave.kernels.all_reduce.norm import norm_row
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
+from tileweave.kernels.scaling import Scales, Scaling
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
 
@@ -120,6 +125,8 @@ class Choices(NamedTuple):
     FEW_ROWS : the tile has more rows than x.
 
     NORM : further programs, as many as rows, normalise the sum, ``NORM_BLOCK`` columns at a time.
+
+    SCALED, X_STEP, W_STEP, PROMOTE : of FP8 operands, as in ``reduce_scatter/triton.py``.
     """
 
     WORLD_SIZE: int
@@ -133,6 +140,10 @@ class Choices(NamedTuple):
     HAS_RESIDUAL: bool
     NORM: bool
     NORM_BLOCK: int
+    SCALED: int = 0
+    X_STEP: int = 1
+    W_STEP: int = 1
+    PROMOTE: bool = False
 
 
 @triton.jit
@@ -148,9 +159,67 @@ def push(acc, within, mask, slots, place, place_size, C: tl.constexpr):
         put_marked(target + within, acc, mask)
 
 
+@triton.jit
+def multiply(tensors, scales, sizes, rows, tile, part, C: tl.constexpr):
+    """fp32 [TILE_M, TILE_N]: the products of a tile by program ``part`` of its team."""
+    TILE_M: tl.constexpr = C.TILE_M
+    TILE_N: tl.constexpr = C.TILE_N
+    row = tl.arange(0, TILE_M)
+    col = tile * TILE_N + tl.arange(0, TILE_N)
+    x_rows = tensors.x + row.to(tl.int64) * sizes.stride_x
+    k_begin = part * sizes.k_blocks // C.TEAM
+    k_end = (part + 1) * sizes.k_blocks // C.TEAM
+    if C.SCALED == 2:
+        of_cols = scales.w + (tile * TILE_N // 128) * sizes.k_blocks
+        acc = matmul_blocks(
+            x_rows,
+            tensors.w,
+            sizes.stride_w,
+            BlockScales(scales.x + tl.minimum(row, rows - 1), rows, of_cols),
+            tile,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            k_end,
+            TILE_M,
+            TILE_N,
+            C.TILE_K,
+            rows,
+            C.FEW_ROWS,
+            TILE_M < 64 and TILE_N >= 64,
+        )
+    else:
+        if C.SCALED == 1:  # loaded here: a load after the matmul takes 0.6 us
+            of_rows = tl.load(scales.x + row * C.X_STEP, mask=row < rows, other=0.0)
+            of_cols = tl.load(scales.w + col * C.W_STEP, mask=col < sizes.cols, other=0.0)
+        acc = matmul_tile(
+            x_rows,
+            tensors.w,
+            sizes.stride_w,
+            tile,
+            sizes.cols,
+            sizes.depth,
+            k_begin,
+            k_end,
+            TILE_M,
+            TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            rows,
+            C.FEW_ROWS,
+            PROMOTE=C.PROMOTE,
+        )
+        if C.SCALED == 1:
+            acc = acc * of_rows[:, None] * of_cols[None, :]
+    return acc
+
+
 @triton.jit(do_not_specialize=["rank", "rows", "num_tiles"])
-def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, C: tl.constexpr):
-    """Teams of column tiles, then norm programs; see the module's docstring for the protocol."""
+def matmul_all_reduce_kernel(
+    tensors, scales, peers, rank, rows, sizes, num_tiles, eps, C: tl.constexpr
+):
+    """Teams of column tiles, then norm programs; see the module's docstring for the protocol.
+    ``scales``: a ``Scales`` of FP8 operands, or None."""
     WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     TILE_M: tl.constexpr = C.TILE_M
     TILE_N: tl.constexpr = C.TILE_N
@@ -170,22 +239,7 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
         tile, part = program // TEAM, program % TEAM
         row = tl.arange(0, TILE_M)
         col = tile * TILE_N + tl.arange(0, TILE_N)
-        acc = matmul_tile(
-            tensors.x + row.to(tl.int64) * sizes.stride_x,
-            tensors.w,
-            sizes.stride_w,
-            tile,
-            cols,
-            sizes.depth,
-            part * sizes.k_blocks // TEAM,
-            (part + 1) * sizes.k_blocks // TEAM,
-            TILE_M,
-            TILE_N,
-            C.TILE_K,
-            C.EVEN_K,
-            rows,
-            C.FEW_ROWS,
-        )
+        acc = multiply(tensors, scales, sizes, rows, tile, part, C)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         at = row.to(tl.int64)[:, None] * cols + col[None, :]
         # on their way while data travels
@@ -244,6 +298,7 @@ def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, 
 
 # What changes between the launches of one shape.
 WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "eps")
+SCALED_WORDS = (*WORDS[:-1], *(f"scales.{name}" for name in Scales._fields), "eps")
 
 
 def launcher(
@@ -255,11 +310,15 @@ def launcher(
     stride_w: int,
     norm: bool,
     config: MatmulConfig,
+    scaling: Scaling | None = None,
 ) -> Launcher:
     """Launches for one ``shape`` (M, N, k), called with (x, w, bias or None, residual or None, norm
-    weight or None, eps, out, kept or None); the caller checks them.
+    weight or None, eps, out, kept or None, scales of x and w if they are FP8); the caller checks
+    them.
 
     norm : whether there is a norm weight. ``kept`` gets the sum that is normalised into ``out``.
+
+    scaling : of FP8 operands.
     """
     c, (rows, cols, depth) = config, shape
     require(
@@ -279,10 +338,11 @@ def launcher(
         eps: float,
         out: torch.Tensor,
         kept: torch.Tensor | None,
+        scales: Sequence[torch.Tensor] = (),
     ) -> Call:
         given = (x, w, bias, residual, norm_weight, out, kept)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
-        words = [tensor.data_ptr() for tensor in tensors]
+        words = [tensor.data_ptr() for tensor in (*tensors, *scales)]
 
         def changing() -> dict[str, Any]:
             choices = Choices(
@@ -298,7 +358,10 @@ def launcher(
                 NORM=norm,
                 NORM_BLOCK=NORM_BLOCK,
             )
-            return {"tensors": tensors, "eps": eps, "C": choices}
+            if scaling is not None:
+                choices = choices._replace(**scaling.choices(c))
+            given = Scales(*scales) if scales else None
+            return {"tensors": tensors, "scales": given, "eps": eps, "C": choices}
 
         variant = (bias is None, residual is None, alignment(words))
         return variant, (*words, eps), changing, ()
@@ -316,7 +379,7 @@ def launcher(
         num_tiles * c.team + (rows if norm else 0),
         fixed,
         pack,
-        WORDS,
+        WORDS if scaling is None else SCALED_WORDS,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
     )

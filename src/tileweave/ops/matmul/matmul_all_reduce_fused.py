@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tileweave.errors import require
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.all_reduce_by_tiles import Operands, reduce_by_tiles
 from tileweave.ops.matmul.inputs import ready
@@ -18,6 +17,7 @@ from tileweave.transport.workspace import Instance, Workspace
 
 if TYPE_CHECKING:
     from tileweave.kernels.runtime.launch import Launcher
+    from tileweave.kernels.scaling import Scaling
     from tileweave.ops.matmul.reduce_by_cublas import MultiplyThenReduce
     from tileweave.ops.matmul.scaled import ScaledProduct
 
@@ -42,13 +42,8 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     if config.kernel != "library" and config.transport == "sm":
-        norm = norm_weight is not None
-        instance, launch = ready(chosen, norm, group_name, _one_shot, x, w, norm, config)
-        instance.begin(chosen.checksum)
-        try:
-            launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
-        finally:
-            instance.launched()
+        given = x, w, bias, residual, norm_weight, norm_eps, out, residual_out
+        _run_one_shot(given, group_name, chosen, config, None, ())
         return
     added = NOTHING
     if not (bias is residual is norm_weight is None):
@@ -76,17 +71,35 @@ def run_scaled(
     multiplied by."""
     config = chosen.config
     assert config is not None, "run_scaled needs a fused plan"
+    if config.kernel == "library":
+        run_library(x, product, added, out, residual_out, group_name, chosen)
+        return
+    data, w, scaling, scales = scaled_parts(x, product, out.dtype, config)
     if config.transport == "copy_engine":
-        operands = Operands(*scaled_parts(x, product, out.dtype, config))
+        operands = Operands(data, w, scaling, scales)
         reduce_by_tiles(operands, added, out, residual_out, group_name, chosen)
         return
-    require(
-        config.kernel == "library",
-        f"FP8 operands with kernel {config.kernel!r}, transport {config.transport!r}",
-        "copy engines",
-        "pass such a config, or one of cuBLAS",
-    )
-    run_library(x, product, added, out, residual_out, group_name, chosen)
+    given = data, w, *added[:4], out, residual_out
+    _run_one_shot(given, group_name, chosen, config, scaling, scales)
+
+
+def _run_one_shot(
+    given: tuple[Any, ...],
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+    config: MatmulConfig,
+    scaling: Scaling | None,
+    scales: tuple[torch.Tensor, ...],
+) -> None:
+    """``given``: what launches take before ``scales``."""
+    x, w, norm = given[0], given[1], given[4] is not None
+    key = norm, scaling
+    instance, launch = ready(chosen, key, group_name, _one_shot, x, w, norm, config, scaling)
+    instance.begin(chosen.checksum)
+    try:
+        launch(*given, scales)
+    finally:
+        instance.launched()
 
 
 def run_library(
@@ -115,10 +128,16 @@ def _make_by_cublas(
 
 
 def _one_shot(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, norm: bool, config: MatmulConfig
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    norm: bool,
+    config: MatmulConfig,
+    scaling: Scaling | None = None,
 ) -> tuple[Instance, Launcher]:
     instance = workspace.instance(OP, ONE_SHOT)
-    key = (x.shape, x.stride(0), w.shape[0], w.stride(0), x.dtype, norm, config)
+    dtype = x.dtype if scaling is None else scaling.out_dtype
+    key = (x.shape, x.stride(0), w.shape[0], w.stride(0), dtype, norm, config, scaling)
     launch = instance.cache.get(key)
     if launch is None:
         from tileweave.kernels.all_reduce.one_shot import launcher
@@ -126,9 +145,9 @@ def _one_shot(
         size, (rows, depth), cols = workspace.transport.world_size, x.shape, w.shape[0]
         places, width = size * config.team, -(-cols // config.tile_n) * config.tile_n
         elements = places * width * config.tile_m
-        instance.reserve(elements * x.element_size(), 2)
+        instance.reserve(elements * dtype.itemsize, 2)
         launch = launcher(
-            endpoint(instance, x.dtype),
+            endpoint(instance, dtype),
             size,
             workspace.transport.rank,
             (rows, cols, depth),
@@ -136,6 +155,7 @@ def _one_shot(
             w.stride(0),
             norm,
             config,
+            scaling,
         )
         instance.keep(key, launch)
     return instance, launch  # type: ignore[return-value]
