@@ -1,5 +1,4 @@
-"""Matmul operators with FP8 operands between GPUs: each candidate of the planner, with each kind of
-scale."""
+"""Matmul operators with FP8 operands between GPUs, by each candidate of the planner."""
 
 from __future__ import annotations
 
@@ -23,9 +22,11 @@ pytestmark = [
 
 
 def by_each_candidate(me: Member, op: str) -> None:
+    """With two kinds of scales: each is another kernel, and to compile them takes most of the
+    time."""
     rows, cols, depth = 256, 512, 384
     dtype = str(FP8).removeprefix("torch.")
-    for number, (of_x, of_w) in enumerate(KINDS):
+    for number, (of_x, of_w) in enumerate(KINDS[1::2]):
         scales = scales_of(of_x, of_w, False)
         problem = Problem(me.world_size, rows, cols, depth, 1, dtype, scales=scales)
         whole = rows * me.world_size if op == RS else rows
