@@ -80,7 +80,7 @@ from tileweave.kernels.embedding.lookup import (
     store_bags,
     table_at,
 )
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig
 
@@ -253,7 +253,7 @@ def launcher(
             return {"bags": bags, "region": region, "num_indices": number, "C": cut}
 
         # what Triton specialises for
-        variant = (number < 2**31, weights is None, *(at % 16 == 0 for at in words))
+        variant = (number < 2**31, weights is None, alignment(words))
         return variant, (*words, region, number), changing, ()
 
     fixed = {

@@ -67,7 +67,7 @@ from tileweave.kernels.experts.combine_hopper_tasks import (
 )
 from tileweave.kernels.experts.combine_layout import COUNTER_WORDS, DRAWN, TILES
 from tileweave.kernels.runtime.descriptors import based, descriptor
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
@@ -493,7 +493,7 @@ def launcher(
                 "C": choices._replace(WEIGHTED=weights is not None),
             }
 
-        variant = (weights is None, *(at % 16 == 0 for at in pointers))
+        variant = (weights is None, alignment(pointers))
         return variant, [*pointers, out.shape[0]], changing, bases
 
     fixed = fixed_arguments(peers, s, c, rank, dtype)

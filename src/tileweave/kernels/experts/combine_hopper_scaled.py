@@ -56,7 +56,7 @@ from tileweave.kernels.experts.combine_hopper_tasks import (
 )
 from tileweave.kernels.experts.combine_layout import COUNTER_WORDS
 from tileweave.kernels.runtime.descriptors import based, descriptor
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig
 from tileweave.planning.schedules.grouped import GroupedProblem
@@ -286,7 +286,7 @@ def launcher(
                 "C": choices._replace(WEIGHTED=weights is not None),
             }
 
-        variant = (weights is None, *(at % 16 == 0 for at in pointers))
+        variant = (weights is None, alignment(pointers))
         return variant, [*pointers, out.shape[0]], changing, bases
 
     return Launcher(

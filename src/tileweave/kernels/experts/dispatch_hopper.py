@@ -55,7 +55,7 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
 from tileweave.kernels.experts.dispatch_triton import SET, TICKETS, Launch, depth_first, pitch_of
 from tileweave.kernels.experts.dispatch_triton import launcher as triton_launcher
 from tileweave.kernels.runtime.descriptors import descriptor
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts
@@ -283,8 +283,7 @@ def packing(choices: Choices, bound: int, w: torch.Tensor) -> Callable[..., Call
         offsets, row_entry, _, _, send_order, send_offsets = fields
         tensors = Tensors(x, y, offsets, row_entry, send_order, send_offsets)
         words = [t.data_ptr() for t in tensors]
-        aligned = tuple(word % 16 == 0 for word in words)
-        weight, by_tma = w.data_ptr(), whole and aligned[1]
+        weight, by_tma = w.data_ptr(), whole and words[1] % 16 == 0
         # Where TMA cannot store y, its descriptor is of w: it must be of something, and the kernel
         # does not use it.
         target = words[1] if by_tma else weight
@@ -299,7 +298,7 @@ def packing(choices: Choices, bound: int, w: torch.Tensor) -> Callable[..., Call
                 "C": c._replace(BY_TMA=by_tma),
             }
 
-        return aligned, words, changing, (weight, target)
+        return alignment(words), words, changing, (weight, target)
 
     return pack
 

@@ -56,7 +56,7 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
 from tileweave.kernels.experts.dispatch_triton import Launch, pitch_of
 from tileweave.kernels.experts.dispatch_triton import launcher as triton_launcher
 from tileweave.kernels.runtime.descriptors import descriptor
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import DispatchConfig
@@ -261,8 +261,7 @@ def launcher(
                 "C": c._replace(BY_TMA=by_tma),
             }
 
-        aligned = tuple(word % 16 == 0 for word in words)
-        return (y.dtype, *aligned), words, changing, (first, weight, target)
+        return (y.dtype, alignment(words)), words, changing, (first, weight, target)
 
     scaled = Launcher(
         dispatch_grouped_matmul_scaled_kernel,

@@ -68,7 +68,7 @@ from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_ti
 from tileweave.device.triton.peers import faulted, leave, load_epoch, notify_all, slots_at, wait
 from tileweave.device.triton.signal import MAX_SLICES, consume_token
 from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts, packed_pitch
 from tileweave.transport import protocol
@@ -438,13 +438,12 @@ def launcher(
         scale = offsets if w_scale is None else w_scale
         tensors = Tensors(x, w, scale, y, offsets, row_entry, send_order, send_offsets)
         words = [t.data_ptr() for t in tensors]
-        aligned = [word % 16 == 0 for word in words]
 
         def changing() -> dict[str, Any]:
-            rows_aligned = aligned[0] and pitch * x.element_size() % 16 == 0
+            rows_aligned = words[0] % 16 == 0 and pitch * x.element_size() % 16 == 0
             return {"tensors": tensors, "C": choices._replace(ALIGNED=rows_aligned)}
 
-        return tuple(aligned), words, changing, ()
+        return alignment(words), words, changing, ()
 
     return Launcher(
         dispatch_grouped_matmul_kernel,

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tileweave.device.triton.matmul import BlockScales, matmul_blocks
 from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 
 TILE_N, TILE_K = 128, 128
 GROUP_M = 8
@@ -120,8 +120,7 @@ def pack(
     """What a launch of the Triton kernel is given."""
     tensors = Tensors(x, x_scale, w, w_scale, y, offsets)
     words = [t.data_ptr() for t in tensors]
-    aligned = tuple(word % 16 == 0 for word in words)
-    return (y.dtype, *aligned), words, lambda: {"tensors": tensors}, ()
+    return (y.dtype, alignment(words)), words, lambda: {"tensors": tensors}, ()
 
 
 def launcher(sizes: Sizes, num_sms: int) -> Launcher:

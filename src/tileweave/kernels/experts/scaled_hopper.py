@@ -27,7 +27,7 @@ from tileweave.device.gluon.signal import load_async
 from tileweave.kernels.experts import tiles as grouped_tiles
 from tileweave.kernels.experts.scaled import WORDS, Sizes, Tensors
 from tileweave.kernels.runtime.descriptors import descriptor
-from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
 
@@ -167,8 +167,7 @@ def launcher(sizes: Sizes, num_sms: int) -> Launcher:
                 "C": choices._replace(BY_TMA=by_tma),
             }
 
-        aligned = tuple(word % 16 == 0 for word in words)
-        return (y.dtype, *aligned), words, changing, (words[0], words[2], target)
+        return (y.dtype, alignment(words)), words, changing, (words[0], words[2], target)
 
     return Launcher(
         grouped_scaled_hopper_kernel,
