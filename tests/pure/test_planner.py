@@ -63,8 +63,8 @@ def test_a_shape_that_was_not_measured_is_planned_well(op: str, device: str) -> 
     known = [one for one in packaged(op) if not one.problem.fp8]
     planner = Planner(op, H100 if device == "H100" else H200, tuple(known))
     regrets = regrets_of(planner, [one for one in known if one.device == device][::2])
-    assert math.exp(sum(regrets) / len(regrets)) < 1.035
-    assert sorted(regrets)[int(0.9 * len(regrets))] < math.log(1.12)
+    assert math.exp(sum(regrets) / len(regrets)) < 1.03
+    assert sorted(regrets)[int(0.95 * len(regrets))] < math.log(1.12)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -131,6 +131,30 @@ def test_more_work_takes_longer(op: str) -> None:
             )
         ]
         assert times[0] < times[1] and times[0] < times[2] and times[3] <= times[0], config
+
+
+@pytest.mark.parametrize("tile_n", [128, 256])
+def test_a_last_wave_of_few_tiles_is_short(tile_n: int) -> None:
+    """It has L2 for itself. But a tile is not faster than its multiplication."""
+    config = MatmulConfig("hopper", "copy_engine", 128, tile_n, 64, 4, 8, split_tail=False)
+    costs = Costs(data_sheet(H100), load_calibration("h100").coefficients)
+    p = Problem(2, 4096, 8192, 8192, 2, "bfloat16")
+    tiles = _Tiles("all_gather_matmul", p, work_of("all_gather_matmul", p), config, costs)
+    wave, few, two = (tiles.seconds(number) for number in (132, 133, 264))
+    assert math.isclose(two, 2.0 * wave)
+    assert 0.4 * wave < few - wave < 0.8 * wave
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_to_all"])
+def test_each_slice_of_a_shard_is_a_copy(op: str) -> None:
+    """Where links decide, more slices only add copies; there are no more than rows of tiles."""
+    costs, taken = Costs(data_sheet(H100), load_calibration("h100").coefficients), []
+    for rows, slices in ((4096, 1), (4096, 8), (128, 1), (128, 8)):
+        config = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=slices)
+        p = Problem(4, rows, 1024, 64, 2, "bfloat16")
+        taken.append(seconds(op, p, config, costs, 450e9))
+    more = 3 * 7 * costs.c.copy_queued  # to three peers
+    assert 0.95 * more < taken[1] - taken[0] <= more and taken[2] == taken[3]
 
 
 def test_measurements_are_kept_as_written() -> None:

@@ -10,7 +10,10 @@ from tileweave.sim.flux import CLOSE, PUBLISHED, Row, model_table
 def test_gains_are_close_or_explained() -> None:
     rows = model_table(wanted=("training",))
     assert [row.device for row in rows] == list(PUBLISHED["training"])
-    assert {row.device for row in rows if row.agrees} >= {"a100", "h800"}  # NVLink
+    _, a100, h800 = rows
+    # On H800 cuBLAS on each shard is planned for Llama, which FLUX does not have. Without it the
+    # gain is 1.15.
+    assert a100.agrees and h800.published < h800.ours < min(h800.bound, h800.theirs)
     for row in rows:
         assert 1.0 <= row.ours <= row.bound + 1e-9 and row.theirs <= row.free
         assert row.agrees or row.reason

@@ -2,8 +2,8 @@
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
 to take for shapes nearby, relative to the closed form there; times of another device count less
-(:data:`_OTHER_DEVICE`). Of 1,196 shapes of two H100, two and four H200, each left out of
-the measurements in turn, the choice took 1.7 % longer than the fastest candidate in the mean. A
+(:data:`_OTHER_DEVICE`). Of 1,237 shapes of two H100, two and four H200, each left out of
+the measurements in turn, the choice took 1.5 % longer than the fastest candidate in the mean. A
 candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
 predicted with caution (:data:`_UNTRIED`). No torch, no triton.
 """
@@ -23,7 +23,7 @@ from tileweave.planning.measurements import Measurement, packaged
 from tileweave.planning.predict import host_seconds, seconds
 from tileweave.planning.problem import MatmulConfig, Predicted, Problem
 
-_OCTAVES = 1.2  # how far measurements reach: the width of a Gaussian
+_OCTAVES = 1.0  # how far measurements reach: the width of a Gaussian
 _LOWEST_TILE = 16
 _FAR = 0.1  # weight of the median over all measurements
 _OTHER_DEVICE = 0.25  # weight of a time of another kind of device
