@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
 
@@ -155,6 +156,35 @@ def compiled(me: Member, sequence: bool) -> None:
 @FORMS
 def test_a_compiled_model_is_one_graph(world: World, sequence: bool) -> None:
     run_either(world, False, compiled, sequence)
+
+
+class CheckedMLP(nn.Module):
+    """With a checkpoint around it. torch 2.13 cannot compile one around an attention of DTensors in
+    one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), MLP(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: Any = checkpoint(lambda: self.mlp(self.norm(x)), use_reentrant=False)
+        return x + y
+
+
+def compiled_with_checkpoints(me: Member, sequence: bool) -> None:
+    """Layers that share an input note it, which the compiler must be told not to repeat."""
+    part, reference = model(1), model(1)
+    for one in (part, reference):
+        torch.manual_seed(0)
+        one.layers = nn.ModuleList(CheckedMLP() for _ in range(2))
+    tw.parallelize(part, sequence_parallel=sequence)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        compare(part, reference, torch.compile(part, backend="aot_eager", fullgraph=True))
+
+
+@FORMS
+def test_a_compiled_model_has_checkpoints(world: World, sequence: bool) -> None:
+    run_either(world, False, compiled_with_checkpoints, sequence)
 
 
 @FORMS
