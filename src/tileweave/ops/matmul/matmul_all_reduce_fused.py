@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,15 +41,13 @@ def run_fused(
     N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.kernel != "library" and config.transport == "sm":
-        given = x, w, bias, residual, norm_weight, norm_eps, out, residual_out
-        _run_one_shot(given, group_name, chosen, config, None, ())
-        return
     added = NOTHING
     if not (bias is residual is norm_weight is None):
         added = Added(bias, residual, norm_weight, norm_eps)
     if config.transport == "copy_engine":
         reduce_by_tiles(Operands(x, w), added, out, residual_out, group_name, chosen)
+    elif config.kernel != "library":
+        _run_one_shot(Operands(x, w), added, out, residual_out, group_name, chosen)
     elif config.transport == "sm":
         run_library((x,), Plain(w, None), added, out, residual_out, group_name, chosen)
     else:
@@ -74,30 +72,28 @@ def run_scaled(
     if config.kernel == "library":
         run_library(x, product, added, out, residual_out, group_name, chosen)
         return
-    data, w, scaling, scales = scaled_parts(x, product, out.dtype, config)
-    if config.transport == "copy_engine":
-        operands = Operands(data, w, scaling, scales)
-        reduce_by_tiles(operands, added, out, residual_out, group_name, chosen)
-        return
-    given = data, w, *added[:4], out, residual_out
-    _run_one_shot(given, group_name, chosen, config, scaling, scales)
+    run = reduce_by_tiles if config.transport == "copy_engine" else _run_one_shot
+    operands = Operands(*scaled_parts(x, product, out.dtype, config))
+    run(operands, added, out, residual_out, group_name, chosen)
 
 
 def _run_one_shot(
-    given: tuple[Any, ...],
+    operands: Operands,
+    added: Added,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
     group_name: str,
     chosen: Plan[MatmulConfig],
-    config: MatmulConfig,
-    scaling: Scaling | None,
-    scales: tuple[torch.Tensor, ...],
 ) -> None:
-    """``given``: what launches take before ``scales``."""
-    x, w, norm = given[0], given[1], given[4] is not None
+    """As ``reduce_by_tiles``, of few rows."""
+    x, w, scaling, scales = operands
+    norm = added.norm_weight is not None
     key = norm, scaling
-    instance, launch = ready(chosen, key, group_name, _one_shot, x, w, norm, config, scaling)
+    made = ready(chosen, key, group_name, _one_shot, x, w, norm, chosen.config, scaling)
+    instance, launch = made
     instance.begin(chosen.checksum)
     try:
-        launch(*given, scales)
+        launch(x, w, *added[:4], out, residual_out, scales)
     finally:
         instance.launched()
 
