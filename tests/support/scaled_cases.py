@@ -119,9 +119,11 @@ def check(case: Case, me: Member, seed: int, **more: object) -> torch.Tensor:
     assert got.dtype == case.dtype and got.shape == want.shape, f"{case}: {got.dtype} {got.shape}"
     # Partial sums are rounded to 8 bits (bf16) or 11 (fp16), and so is the result. The interpreter
     # truncates to bf16: by 0.82 of 2**-8 in the mean square, always towards zero, so errors add up.
-    bits, roundings = 8 if case.dtype == torch.bfloat16 else 11, 1 + (case.op != AG) + case.norm
+    narrow = case.dtype == torch.bfloat16
+    bits, roundings = 8 if narrow else 11, 1 + (case.op != AG) + case.norm
+    each = 0.85 if narrow and me.device.type == "cpu" else 0.75
     error = (got.double() - want).norm() / want.norm()
-    assert error < 0.85 * roundings * 2.0**-bits, f"rank {me.rank}, {case}: error {error:.2e}"
+    assert error < each * roundings * 2.0**-bits, f"rank {me.rank}, {case}: error {error:.2e}"
     return got
 
 
