@@ -179,13 +179,12 @@ _PORTABLE = {name: _portable(one.configs) for name, one in PLANNED.items()}
 
 def _interpreted(op: str, fp8: bool) -> tuple[MatmulConfig, ...]:
     """Small tiles for the interpreter on the CPU."""
+    if op == "matmul_all_reduce":
+        one_shot = _one_shot(16, 32, 128 if fp8 else 64, 1, 4)
+        return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), one_shot
     if fp8:
-        if op == "matmul_all_reduce":
-            return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 128, 1, 4)
         transports = ("sm", "copy_engine")
         return tuple(MatmulConfig("library", each, 16, 32, 64, 1, 4) for each in transports)
-    if op == "matmul_all_reduce":
-        return MatmulConfig("library", "sm", 16, 32, 64, 1, 4), _one_shot(16, 32, 64, 1, 4)
     return tuple(
         MatmulConfig("triton", transport, 16, 32, 64, 1, 4, num_slices=4, num_producers=1)
         for transport in ("sm", "copy_engine")

@@ -358,8 +358,8 @@ def _copied_back(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_on_host
         _COPY_BACK(self, args, on_host, kwargs, kwargs_on_host)
 
 
-_LOWEST = 4096  # no memory of a process is below
-_WHOLE = (ctypes.c_char * ((1 << 47) - _LOWEST)).from_address(_LOWEST)
+_LOWEST, _END = 4096, 1 << 47  # between which a process has its memory
+_WHOLE = (ctypes.c_char * (_END - _LOWEST)).from_address(_LOWEST)
 # all memory of this process, as elements of so many bytes
 _MEMORY = {size: np.frombuffer(_WHOLE, f"u{size}") for size in (1, 2, 4, 8)}
 
@@ -379,7 +379,7 @@ def _store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> None:
         if not places.size:
             return None
     bits = int(np.bitwise_or.reduce(places, axis=None))
-    if bits % data.itemsize or bits >> 47:
+    if bits % data.itemsize or bits >= _END:
         return _store_as_triton_does(self, ptrs, value, mask, *rest)
     memory[(places - _LOWEST) // data.itemsize] = data.view(memory.dtype)
     return None
