@@ -87,13 +87,14 @@ def _run_one_shot(
 ) -> None:
     """As ``reduce_by_tiles``, of few rows."""
     x, w, scaling, scales = operands
-    norm = added.norm_weight is not None
+    bias, residual, norm_weight, norm_eps, _ = added
+    norm = norm_weight is not None
     key = norm, scaling
     made = ready(chosen, key, group_name, _one_shot, x, w, norm, chosen.config, scaling)
     instance, launch = made
     instance.begin(chosen.checksum)
     try:
-        launch(x, w, *added[:4], out, residual_out, scales)
+        launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out, scales)
     finally:
         instance.launched()
 
