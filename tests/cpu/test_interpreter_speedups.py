@@ -6,11 +6,15 @@ import hashlib
 import itertools
 import json
 import operator
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from mmap import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -378,6 +382,63 @@ def about_stores() -> list[str]:
     return [*found, said(memory)]
 
 
+def about_loads() -> list[str]:
+    """What loads of each type return, volatile or not, of which a mask takes some, with a value for
+    the others or without; of elements that are not aligned, too."""
+    load, pointers, drawn, found = _load(), tl.pointer_type, np.random.default_rng(3), []
+    for element, shape, shift in itertools.product(
+        (tl.int1, tl.int8, tl.bfloat16, tl.float32, tl.int64), ((1,), (7,), (5, 3)), (0, 1)
+    ):
+        count, size = int(np.prod(shape)), max(8, element.primitive_bitwidth) // 8
+        memory = drawn.integers(0, 2, 2 * count * size + shift).astype(np.uint8)
+        order = drawn.permutation(2 * count)[:count].reshape(shape)
+        places = (memory.ctypes.data + shift + order * size).astype(np.uint64)
+        for share, given, volatile in itertools.product(
+            (0.0, 0.5, 1.0), (False, True), (False, True)
+        ):
+            mask = drawn.random(shape) < share
+            other = load(np.flip(places), pointers(element), mask | True) if given else None
+            found.append(said(load(places, pointers(element), mask, other, volatile).data))
+    return found
+
+
+def _load() -> Callable[..., Any]:
+    """The interpreter's load of addresses, called with (places, type, mask, other, volatile)."""
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
+    hints = [None] * (len(signature(builder.create_load).parameters) - 2)  # more in Triton 3.6
+
+    def load(places: Any, kind: Any, mask: Any, other: Any = None, volatile: bool = False) -> Any:
+        return builder.create_masked_load(
+            handle(places, kind), handle(mask, tl.int1), other, *hints, volatile
+        )
+
+    return load
+
+
+def torn_elements() -> int:
+    """How many of a million volatile loads return half of an element that another process stores
+    meanwhile."""
+    shared, value = np.frombuffer(mmap(-1, 64), np.uint16), 0x419F
+    places = np.tile(shared.ctypes.data + 2 * np.arange(32, dtype=np.uint64), 32)
+    load, mask, torn = _load(), np.ones(1024, bool), 0
+    reader, writer = os.getpid(), os.fork()
+    if writer == 0:
+        while os.getppid() == reader:
+            shared[:] = value
+            shared[:] = 0
+        os._exit(0)
+    try:
+        for _ in range(1000):
+            found = load(places, tl.pointer_type(tl.bfloat16), mask, volatile=True).data
+            torn += int(((found != 0) & (found != value)).sum())
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    return torn
+
+
 TOPICS = (
     about_types,
     about_operands,
@@ -385,6 +446,7 @@ TOPICS = (
     about_words,
     about_operators,
     about_stores,
+    about_loads,
 )
 
 
@@ -428,6 +490,7 @@ def run(patched: bool) -> dict[str, object]:
         "told": told,
         "patches": patches,
         "changed": changed,
+        "torn": torn_elements(),
         **answers,
     }
 
@@ -476,6 +539,11 @@ def test_speedups_leave_the_language_unchanged(both: list[dict]) -> None:
     assert ours["patches"] == 1 < 3 * 2 * 2 < tritons["patches"]
 
 
+def test_loads_do_not_tear_elements(both: list[dict]) -> None:
+    """Triton's own do, with some C libraries."""
+    assert both[0]["torn"] == 0
+
+
 @pytest.mark.parametrize("topic", [topic.__name__ for topic in TOPICS])
 def test_each_speedup_matches_triton(both: list[dict], topic: str) -> None:
     ours, tritons = both
@@ -484,6 +552,6 @@ def test_each_speedup_matches_triton(both: list[dict], topic: str) -> None:
         if "no attribute 'get_bf16'" not in own:  # Triton 3.6 cannot make numbers in bf16
             assert mine == own, f"{topic}, {number}"
     failed = sum("Error: " in own for own in tritons[topic])
-    assert topic in ("about_conversions", "about_stores") or 0 < failed < len(tritons[topic]), (
-        "of each kind"
-    )
+    assert topic in ("about_conversions", "about_stores", "about_loads") or 0 < failed < len(
+        tritons[topic]
+    ), "of each kind"

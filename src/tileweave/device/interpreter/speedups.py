@@ -6,7 +6,8 @@ at every operation; it seeks what two operands have in common where they are ali
 products of integers again in 64 bits, to compare, and then ignores the outcome (``device_assert``
 does nothing without ``debug``). Here the language is patched once a launch, from a list; types and
 shapes are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and
-every check of it, is Triton's. Stores alone differ: each element is stored once.
+every check of it, is Triton's. Memory alone differs: each element is stored once, and where a
+load is volatile, loaded once.
 
 Private parts of the interpreter are touched here, in ``operators.py``, which has the operators of
 tensors, and in ``explore/interpreter.py``; they are the
@@ -40,6 +41,7 @@ _convert_as_triton_does = triton_interpreter._convert_float
 _block_type_as_triton_does = tl.block_type.__init__
 _with_element_type_as_triton_does = tl.block_type.with_element_ty
 _store_as_triton_does = triton_interpreter.InterpreterBuilder.create_masked_store
+_load_as_triton_does = triton_interpreter.InterpreterBuilder.create_masked_load
 _expand_dims_as_triton_does = triton_interpreter.InterpreterBuilder.create_expand_dims
 TensorHandle = triton_interpreter.TensorHandle
 _types_equal_as_triton_does = tl.dtype.__eq__
@@ -364,6 +366,17 @@ _WHOLE = (ctypes.c_char * (_END - _LOWEST)).from_address(_LOWEST)
 _MEMORY = {size: np.frombuffer(_WHOLE, f"u{size}") for size in (1, 2, 4, 8)}
 
 
+def _elements(places: Any, itemsize: int) -> tuple[Any, Any] | None:
+    """All memory and the elements of it at these addresses; None where NumPy cannot have them."""
+    memory = _MEMORY.get(itemsize)
+    if memory is None or places.dtype != np.uint64:
+        return None
+    bits = int(np.bitwise_or.reduce(places, axis=None))
+    if bits % itemsize or bits >= _END:
+        return None
+    return memory, (places - _LOWEST) // itemsize
+
+
 def _store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> None:
     """``InterpreterBuilder.create_masked_store``, with each element stored once.
 
@@ -371,18 +384,38 @@ def _store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> None:
     rank may take the element, and clear its place for the next one, between the two.
     """
     places, data, inside = ptrs.data, value.data, mask.data
-    memory = _MEMORY.get(data.itemsize)
-    if memory is None or data.shape != places.shape or places.dtype != np.uint64:
+    if data.shape != places.shape:
         return _store_as_triton_does(self, ptrs, value, mask, *rest)
     if not inside.all():
         places, data = places[inside], data[inside]
         if not places.size:
             return None
-    bits = int(np.bitwise_or.reduce(places, axis=None))
-    if bits % data.itemsize or bits >= _END:
+    found = _elements(places, data.itemsize)
+    if found is None:
         return _store_as_triton_does(self, ptrs, value, mask, *rest)
-    memory[(places - _LOWEST) // data.itemsize] = data.view(memory.dtype)
+    memory, which = found
+    memory[which] = data.view(memory.dtype)
     return None
+
+
+def _load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> object:
+    """``InterpreterBuilder.create_masked_load``, with each element of a volatile load loaded once.
+
+    Triton calls C's ``memcpy`` for each, which loads 2 bytes as one byte and then as both. A kernel
+    of another rank may store the element between the two: then half of it is seen.
+    """
+    places, inside, is_volatile = ptrs.data, mask.data, rest[-1]
+    if not is_volatile or not inside.any():
+        return _load_as_triton_does(self, ptrs, mask, other, *rest)
+    element = ptrs.get_element_ty()
+    dtype = np.dtype(_numpy_type(element))
+    found = _elements(places[inside], dtype.itemsize)
+    if found is None:
+        return _load_as_triton_does(self, ptrs, mask, other, *rest)
+    memory, which = found
+    data = np.zeros(places.shape, dtype) if other is None else np.array(other.data, dtype)
+    data[inside] = memory[which].view(dtype)
+    return TensorHandle(data, element)
 
 
 def _bf16(self: Any, value: float) -> Any:
@@ -404,6 +437,7 @@ def patch_once() -> None:
     tl.core._unwrap_if_constexpr = _unwrapped
     triton_interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
     triton_interpreter.InterpreterBuilder.create_masked_store = _store
+    triton_interpreter.InterpreterBuilder.create_masked_load = _load
     if not hasattr(triton_interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
         triton_interpreter.InterpreterBuilder.get_bf16 = _bf16
     tl.dtype.__eq__ = _types_equal
