@@ -135,7 +135,7 @@ def refused(me: Member) -> list[str]:
     whole = dict(model().named_parameters())
     averaged = model()
     averaged.layers[0].mlp = Averaged("average")
-    rows = {"layers.*.mlp.up_proj": tw.parallel.Colwise(), "layers.*.mlp.down_proj": "rowwise"}
+    rows = {"layers.*.mlp.*_proj": tw.parallel.Colwise(), "layers.*.mlp.down_proj": "rowwise"}
     return [
         *found,
         refusal(later, ids_of()),
@@ -162,7 +162,7 @@ NAMED = (
     "layers.0.mlp over 2 ranks, whose forward",
     "layers.0.mlp, which has parameters in layers.0.mlp.parts.0.1",
     "layers.0.mlp over 2 ranks, whose forward",
-    "layers.0.mlp.up_proj: Colwise(sequence_dim=None",
+    "layers.0.mlp.gate_proj: Colwise(sequence_dim=None",
     "layers.0.self_attn.q_proj with a weight (16, 16)",
 )
 

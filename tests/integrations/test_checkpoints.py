@@ -38,8 +38,8 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 def built(kind: str, seed: int, values: int = 0) -> Any:
     """A model of a random configuration for up to 4 ranks. ``values``: of its weights."""
     draw = random.Random(f"{kind} {seed}")
-    kv_heads, head = 4 * draw.choice([1, 2]), draw.choice([4, 8])
-    heads = kv_heads * draw.choice([1, 2, 3])
+    kv_heads, head = draw.choice([1, 2, 4, 8]), draw.choice([4, 8])
+    heads = 8 * draw.choice([1, 2, 3])
     options: dict[str, Any] = {
         "vocab_size": draw.choice([37, 40]),
         "hidden_size": heads * head,

@@ -30,8 +30,8 @@ MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
 def built(kind: str, seed: int) -> Any:
 
     draw = random.Random(f"{kind} {seed}")
-    kv_heads, head = draw.choice([2, 4, 6]), draw.choice([4, 8, 16])
-    heads = kv_heads * draw.choice([1, 2, 3])
+    kv_heads, head = draw.choice([1, 2, 4, 6]), draw.choice([4, 8, 16])
+    heads = kv_heads * draw.choice([2, 4] if kv_heads == 1 else [1, 2, 3])
     options = {
         "vocab_size": 37,
         "hidden_size": heads * head,
@@ -142,7 +142,8 @@ def refused(me: Member) -> list[str]:
     import transformers
 
     small = {"vocab_size": 37, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    odd = {**small, "num_key_value_heads": 1, "intermediate_size": 40, "pad_token_id": 0}
+    odd = {**small, "num_attention_heads": 3, "hidden_size": 24, "intermediate_size": 40}
+    odd |= {"num_key_value_heads": 1, "pad_token_id": 0}
     found = []
     for kind, options in (
         ("GPT2", {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -166,7 +167,7 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
         "transformer.h.0.mlp.c_fc, a transformers.pytorch_utils.Conv1D",
         "transformer.h.0.self_attention.query_key_value, which computes",
         "transformer.h.0.self_attention.query_key_value, which computes",
-        "model.layers.0.self_attn.qkv_proj: 8 features of k_proj",
+        "model.layers.0.self_attn.qkv_proj: 24 features of q_proj",
         "gpt_neox.layers.0.attention.query_key_value: 96 features",
     )
     for errors in pair.run(refused, timeout=SECONDS):

@@ -4,6 +4,7 @@ layer, and equal to LoRA around the whole model; what is not possible is an erro
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,15 @@ def near(part: Any, reference: Any) -> float:
 
 def compared(me: Member) -> dict[str, float]:
     found = {}
-    for name, (kind, options, rows) in RIGHT.items():
-        reference = adapted(kind, options)
-        part: Any = tw.parallelize(adapted(kind, options), sequence_parallel=rows)
+    for (name, (kind, options, rows)), kv_heads in product(RIGHT.items(), (2, 1)):
+
+        def made(kind: str = kind, options: Any = options, kv_heads: int = kv_heads) -> Any:
+            base = whole_model("llama with biases", num_key_value_heads=kv_heads)
+            return adapted(kind, options, base)
+
+        name = f"{name}, {kv_heads} heads of keys"
+        reference = made()
+        part: Any = tw.parallelize(made(), sequence_parallel=rows)
         assert sum(isinstance(m, tw.nn.RowParallelLinear) for m in part.modules()) >= 4
         (loss, gradients), (want, wanted) = trained(part), trained(reference)
         assert gradients.keys() == wanted.keys()

@@ -78,12 +78,12 @@ def registry_is_restored() -> Iterator[None]:
     adapter.disable()
 
 
-def whole_model(name: str) -> Any:
-    """The unsplit model, with the same weights on every rank."""
+def whole_model(name: str, **more: Any) -> Any:
+    """The unsplit model, with the same weights on every rank. ``more``: of its configuration."""
     prefix, options = MODELS[name]
     torch.manual_seed(0)
     sizes = SIZES if prefix != "DeepseekV3" else {k: v for k, v in SIZES.items() if k != "head_dim"}
-    config = getattr(transformers, f"{prefix}Config")(**(sizes | options))
+    config = getattr(transformers, f"{prefix}Config")(**(sizes | options | more))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and sinks begin as zeros

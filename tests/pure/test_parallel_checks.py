@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from tileweave.errors import InputError
-from tileweave.parallel import checks, fused, join_projections
+from tileweave.parallel import checks, fused, heads, join_projections
 from tileweave.parallel.checks import counts_heads
 from tileweave.parallel.fused import FusedLayer, OwnHeads, SplitLinear, fused_layer, split
 from tileweave.parallel.plans import Block, recognise
@@ -284,23 +284,23 @@ def test_heads_of_one_rank(
     for each, block in blocks:
         if refused:
             with pytest.raises(InputError, match=refused):
-                checks._check_heads(each, block, ranks)
+                checks._check_heads(each, block, ranks, {})
         else:
-            checks._check_heads(each, block, ranks)
+            checks._check_heads(each, block, ranks, {})
 
 
 def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     module, block = of_heads({"qkv": 96}, head_dim=8, n_head=12), Block("at", ("qkv",), "o")
     with pytest.raises(InputError, match="takes n_head = 12, the heads of all ranks"):
-        checks._check_heads(module, block, 12)
+        checks._check_heads(module, block, 12, {})
     monkeypatch.setattr(checks, "KNOWN", (fused.class_path(module),))
-    checks._check_heads(module, block, 12)
+    checks._check_heads(module, block, 12, {})
     assert counts_heads(of_heads({}))
     # q, k and v of a head next to each other are one part
-    monkeypatch.setattr(checks, "INTERLEAVED", (fused.class_path(module),))
-    checks._check_heads(module, block, 4)
+    monkeypatch.setattr(heads, "INTERLEAVED", (fused.class_path(module),))
+    checks._check_heads(module, block, 4, {})
     with pytest.raises(InputError, match="96 features, heads of 24, over 12 ranks"):
-        checks._check_heads(module, block, 12)
+        checks._check_heads(module, block, 12, {})
 
 
 def test_names_of_keys() -> None:

@@ -118,6 +118,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
     dims: ClassVar[tuple[int, int | None]]
     fp8: str | None = None  # the recipe of FP8 training
     path: str = ""  # in the model, for errors
+    copies: int = 1  # how many consecutive ranks compute the same features
 
     def __init__(
         self,
@@ -132,8 +133,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
         check_sizes("a layer", 0, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self._join(group)
-        shape = [out_features, in_features]
-        shape[self.dims[0]] //= self.world_size
+        shape = self._own_shape()
         weight = torch.empty(shape, device=device, dtype=dtype)
         mesh = mesh_of(group, weight.device)
         weight_at, bias_at = self._placements()
@@ -151,18 +151,24 @@ class ParallelLinear(ShardedModule, nn.Linear):
         name = ("out_features", "in_features")[self.dims[0]]
         features = getattr(self, name)
         require(
-            features % self.world_size == 0,
+            features * self.copies % self.world_size == 0,
             f"{name}={features} over {self.world_size} ranks",
             "a multiple of the world size",
             "pad the layer or choose another group",
         )
+
+    def _own_shape(self) -> list[int]:
+        """The shape of the weight that this rank multiplies by."""
+        shape, dim = [self.out_features, self.in_features], self.dims[0]
+        shape[dim] = shape[dim] * self.copies // self.world_size
+        return shape
 
     @checks_types
     def train_in_fp8(self, recipe: str | None) -> Any:
         """Quantise operands by this recipe of FP8 training from now on (None: do not), and return
         the layer."""
         if recipe is not None:
-            rows, depth = local(self.weight).shape
+            rows, depth = self._own_shape()
             check_recipe(recipe)
             require(
                 rows % ALIGN == 0 and depth % ALIGN == 0,
@@ -214,6 +220,8 @@ class ParallelLinear(ShardedModule, nn.Linear):
         )
         layer: Any = linear
         layer.__class__ = cls
+        for name, value in options.items():
+            setattr(layer, name, value)
         try:
             layer._join(group)
         except InputError:
@@ -224,8 +232,6 @@ class ParallelLinear(ShardedModule, nn.Linear):
             whole = getattr(linear, name)
             if whole is not None:
                 setattr(layer, name, distributed(whole, mesh, placement, source))
-        for name, value in options.items():
-            setattr(layer, name, value)
         return layer
 
     @classmethod
@@ -337,6 +343,24 @@ class ColumnParallelLinear(ParallelLinear):
         options = dict(gather=gather, dim=dim, save_gathered=save_gathered)
         return cls._from(linear, group, **options).train_in_fp8(fp8)
 
+    def parts(self) -> tuple[Any, Any]:
+        """As of :class:`ParallelLinear`. With copies both are views of what every rank has, and
+        their gradients are summed over ranks."""
+        if self.copies == 1:
+            return super().parts()
+        own, rank = self._own_shape()[0], dist.get_rank(group_of(self.group_name))
+        begin, parts = rank // self.copies * own, (local(self.weight), local(self.bias))
+        w, bias = (
+            None if part is None else copy_to_group(part, self.group_name)[begin : begin + own]
+            for part in parts
+        )
+        return w, bias
+
+    def _placements(self) -> tuple[Any, Any]:
+        from torch.distributed.tensor import Replicate
+
+        return super()._placements() if self.copies == 1 else (Replicate(), Replicate())
+
     @checks_types
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x, w, bias = under_autocast(input, *self.parts())
@@ -369,6 +393,7 @@ class ColumnParallelLinear(ParallelLinear):
             f"out_features={self.out_features} / {self.world_size} ranks, "
             f"bias={self.bias is not None}, gather={self.gather}, dim={self.dim}, "
             f"save_gathered={self.save_gathered}{_told(self.fp8)}"
+            + (f", copies={self.copies}" if self.copies > 1 else "")
         )
 
 

@@ -84,10 +84,11 @@ def shard_lora(module: Any, mesh: DeviceMesh, source: int | None) -> None:
         if isinstance(base, RowParallelLinear):
             RowParallelLinear.take_over(a, mesh, source, scatter=base.scatter, dim=base.dim)
         elif base.gather and isinstance(base, SharedColumn):
-            OwnColumn.take_over(b, mesh, source, gather=False, dim=0, save_gathered=False)
+            options = {"gather": False, "dim": 0, "save_gathered": False, "copies": base.copies}
+            OwnColumn.take_over(b, mesh, source, **options)
         else:
             options = {"gather": base.gather, "dim": base.dim, "save_gathered": False}
-            ColumnParallelLinear.take_over(b, mesh, source, **options)
+            ColumnParallelLinear.take_over(b, mesh, source, **options, copies=base.copies)
 
 
 def has_sharded_lora(module: Any) -> bool:

@@ -30,6 +30,7 @@ from tileweave.parallel.fused import (
     class_path,
     is_adapter,
 )
+from tileweave.parallel.heads import head_size
 from tileweave.parallel.plans import (
     BY_HEAD,
     COLUMN,
@@ -57,8 +58,13 @@ def uses_of(model: nn.Module) -> Counter[Any]:
     return Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
-def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
-    """Raise :class:`InputError` for a module whose style does not fit it."""
+def check_styles(
+    model: nn.Module, styles: dict[str, Any], size: int, shared: dict[str, int]
+) -> None:
+    """Raise :class:`InputError` for a module whose style does not fit it.
+
+    ``shared``: how many ranks compute the same features of a layer, by path.
+    """
     uses = uses_of(model)
     for path, style in styles.items():
         module: Any = model.get_submodule(path)
@@ -67,14 +73,17 @@ def check_styles(model: nn.Module, styles: dict[str, Any], size: int) -> None:
             require(style in allowed, f"{path}: style {style!r}", ", ".join(allowed), "pass one")
         if is_of_experts(style):
             check_experts(path, module, size)
-        if isinstance(style, Colwise) and style.parts is not None:
-            check_parts(path, module, style.parts, size)
+        copies = shared.get(path, 1)
+        if isinstance(style, Colwise):
+            copies = style.copies_of("")
+            if style.parts is not None:
+                check_parts(path, module, style.parts, size, style.all_copies())
         if not is_column(style) and not is_row(style):
             continue
         _check_own_weight(path, module, uses)
         features = "out_features" if is_column(style) else "in_features"
         require(
-            getattr(module, features) % size == 0,
+            getattr(module, features) * copies % size == 0,
             f"{path}: {features}={getattr(module, features)} over {size} ranks",
             "a multiple of the world size",
             "choose fewer ranks, or pass a plan without it",
@@ -156,28 +165,44 @@ def check_plain(path: str, module: Any) -> None:
     )
 
 
-def check_fused(model: nn.Module, layer: FusedLayer, size: int) -> None:
-    """Raise :class:`InputError` for a layer of several projections that cannot be split."""
+def check_fused(
+    model: nn.Module, layer: FusedLayer, styles: dict[str, Any], whole: set[str], size: int
+) -> None:
+    """Raise :class:`InputError` for a layer of several projections that cannot be split.
+
+    ``styles``, ``whole``: as of :func:`check_block`.
+    """
     module: Any = model.get_submodule(layer.path)
+    # heads are those of its parts, which are checked below
+    block = Block(layer.path, (layer.name,), layer.row, shares=False)
+    check_block(model, block, styles, whole, size, {})
     paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
     uses = uses_of(model)
     for path in paths:
         _check_own_weight(path, model.get_submodule(path), uses)
     head = getattr(module, "head_dim", 1)
-    check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, head)
+    check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, layer.copies, head)
 
 
 def check_block(
-    model: nn.Module, block: Block, styles: dict[str, Any], whole: set[str], size: int
+    model: nn.Module,
+    block: Block,
+    styles: dict[str, Any],
+    whole: set[str],
+    size: int,
+    shared: dict[str, int],
 ) -> Block:
     """Raise :class:`InputError` if the module of ``block`` has parts of which it is not known what
     they see, or takes the heads of all ranks. Returns it, and whether its layers share its input.
 
-    ``whole``: paths that the plan of transformers leaves whole.
+    ``whole``: paths that the plan of transformers leaves whole. ``shared``: how many ranks compute
+    the same features of a layer, by path.
     """
     module = model.get_submodule(block.path)
     dot = f"{block.path}." if block.path else ""
-    _check_heads(module, block, size)
+    copies = {name: shared[dot + name] for name in block.columns if dot + name in shared}
+    if block.shares:  # else it has style objects: its plan says which heads a rank has
+        _check_heads(module, block, size, copies)
     layers = (*block.columns, block.row)
     known = {*layers, *(name.partition(".")[0] for name in layers)}
     paths = {dot + name for name in (*block.columns, block.row)}
@@ -299,24 +324,21 @@ def is_norm(module: nn.Module) -> bool:
 # --- Heads ---
 
 
-def _check_heads(module: Any, block: Block, size: int) -> None:
+def _check_heads(module: Any, block: Block, size: int, copies: dict[str, int]) -> None:
     if block.within:
         module = module.get_submodule(block.within)
-    head = getattr(module, "head_dim", getattr(module, "head_size", None))
-    head = getattr(module, "attention_head_size", head)
+    head = head_size(module)
     columns = [name.removeprefix(f"{block.within}.") for name in block.columns]
-    if class_path(module) in INTERLEAVED:
-        head = 3 * head if head else None
     of_heads = module.get_submodule(columns[0]).out_features
-    for name in columns:
+    for name, ranks in zip(columns, (copies.get(name, 1) for name in block.columns), strict=True):
         features = module.get_submodule(name).out_features
         # such as a gate with a number for each head; one key head may have as many features
-        by_head = isinstance(head, int) and not _of_keys(name)
-        by_head = by_head and features * head == of_heads and features % size == 0
+        by_head = head is not None and not _of_keys(name)
+        by_head = by_head and features * (head or 0) == of_heads and features % size == 0
         require(
-            not isinstance(head, int) or features // size % head == 0 or by_head,
+            head is None or features * ranks // size % head == 0 or by_head,
             f"{block.taking}.{name}: {features} features, heads of {head}, over {size} ranks",
-            "whole heads on every rank",
+            "whole heads on every rank, or ranks that are a multiple of the heads of keys, values",
             "choose fewer ranks, or pass a plan without this attention",
         )
     if class_path(module) in KNOWN:
@@ -325,7 +347,7 @@ def _check_heads(module: Any, block: Block, size: int) -> None:
         layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
         for layer in layers:
             features = module.get_submodule(layer).out_features
-            one = head if isinstance(head, int) else features // value
+            one = features // value if head is None else head
             require(
                 value * one != features,
                 f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "

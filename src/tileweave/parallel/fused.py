@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -226,17 +226,24 @@ class FusedLayer:
     name : of the layer in that module.
     row : the name of the linear layer that takes what is computed from it.
     sizes : output features of each projection, by name.
+    copies : how many ranks compute the same features of a projection, by name; others: one.
     """
 
     path: str
     name: str
     row: str
     sizes: Mapping[str, int]
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of its projections, as seen from the module."""
         return tuple(f"{self.name}.{part}" for part in self.sizes)
+
+    def copies_by_path(self) -> dict[str, int]:
+        """``copies`` by the path of the projection in the model."""
+        dot = f"{self.path}." if self.path else ""
+        return {f"{dot}{self.name}.{part}": ranks for part, ranks in self.copies.items()}
 
 
 def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer | str:
@@ -258,13 +265,22 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
         q, kv = config.num_attention_heads * head, module.num_key_value_heads * head
         if q + 2 * kv != layer.out_features:
             return "its features are not those of the heads in its config"
-        return FusedLayer(path, *QKV, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+        ranks = copies_of(kv, head, size)
+        copies = {"k_proj": ranks, "v_proj": ranks} if ranks > 1 else {}
+        return FusedLayer(path, *QKV, {"q_proj": q, "k_proj": kv, "v_proj": kv}, copies)
     return f"the forward of {type(module).__name__} is not known to take heads of one rank"
 
 
-def check_parts(path: str, linear: Any, parts: Mapping[str, int], size: int, head: int = 1) -> None:
+def check_parts(
+    path: str,
+    linear: Any,
+    parts: Mapping[str, int],
+    size: int,
+    copies: Mapping[str, int],
+    head: int = 1,
+) -> None:
     """Raise :class:`InputError` unless ``linear`` has these output features, and each rank gets its
-    share of each part, in whole heads."""
+    share of each part, in whole heads. ``copies``: as of :class:`FusedLayer`."""
     features = getattr(linear, "out_features", None)
     require(
         sum(parts.values()) == features,
@@ -274,11 +290,18 @@ def check_parts(path: str, linear: Any, parts: Mapping[str, int], size: int, hea
     )
     for name, part in parts.items():
         require(
-            part > 0 and part % (size * head) == 0,
+            part > 0 and part * copies.get(name, 1) % (size * head) == 0,
             f"{path}: {part} features of {name}, heads of {head}, over {size} ranks",
             "a multiple of the world size, and whole heads on every rank",
             "choose fewer ranks, or pass a plan without it",
         )
+
+
+def copies_of(features: int, head: int | None, size: int) -> int:
+    """How many of ``size`` ranks compute the same head of keys or values: 1 with as many heads as
+    ranks, or where ranks cannot share heads evenly."""
+    heads, rest = divmod(features, head) if head else (0, 0)
+    return size // heads if not rest and 0 < heads < size and size % heads == 0 else 1
 
 
 def class_path(module: object) -> str:
@@ -359,6 +382,8 @@ def split(model: nn.Module, layer: FusedLayer, size: int) -> None:
     setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes))
     if layer.name == QKV[0]:
         heads = ("num_attention_heads", "num_key_value_heads")
-        own = {name: getattr(module.config, name) // size for name in heads}
+        own = {name: max(1, getattr(module.config, name) // size) for name in heads}
         module.config = OwnHeads(module.config, **own)
-        module.num_key_value_heads //= size
+        module.num_key_value_heads = own["num_key_value_heads"]
+        if layer.copies:
+            module.num_key_value_groups //= layer.copies["k_proj"]

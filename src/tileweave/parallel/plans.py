@@ -266,25 +266,28 @@ def take_latent(model: nn.Module, styles: dict[str, Any]) -> None:
 def blocks_of(styles: dict[str, Any]) -> list[Block]:
     """The modules of ``styles`` that have colwise layers and a rowwise one: of known names, or one
     rowwise layer at the end of all. In the sequence-parallel form the input of such a module is
-    gathered once, for all of its colwise layers."""
+    gathered once, for all of its colwise layers, unless one has a style object, which may say
+    otherwise."""
     children: dict[str, dict[str, str]] = {}
     for path, style in styles.items():
         parent, _, name = path.rpartition(".")
-        if isinstance(style, str) and style in (COLUMN, ROW):
-            children.setdefault(parent, {})[name] = style
+        if is_column(style) or is_row(style):
+            children.setdefault(parent, {})[name] = COLUMN if is_column(style) else ROW
     found = []
     for parent in sorted(children):
         left = children[parent]
+        dot = f"{parent}." if parent else ""
+        shares = all(isinstance(styles[dot + name], str) for name in left)
         blocks = []
         for columns, row in NAMES:
             wanted = {**dict.fromkeys(columns, COLUMN), row: ROW}
             if all(left.get(name) == style for name, style in wanted.items()):
-                blocks.append(Block(parent, columns, row))
+                blocks.append(Block(parent, columns, row, shares))
                 left = {name: style for name, style in left.items() if name not in wanted}
         rows = [name for name, style in left.items() if style == ROW]
         others = tuple(name for name in left if name not in rows)
         if len(rows) == 1 and others:
-            blocks.append(Block(parent, others, rows[0]))
+            blocks.append(Block(parent, others, rows[0], shares))
         elif len(blocks) == 1 and others and not rows:  # such as the gate of an attention
             blocks = [replace(blocks[0], columns=(*blocks[0].columns, *others))]
         found += blocks

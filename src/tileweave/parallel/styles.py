@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tileweave.errors import require
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear, check_recipe
 from tileweave.nn.replicated import make_replicated
 from tileweave.ops.core.argument_types import checks_types_first
@@ -57,6 +58,12 @@ class Colwise(ParallelStyle):
         heads and features from shapes. One part: an equal split of the output is right, as where
         the q, k and v of a head are next to each other.
 
+    copies : int or mapping of str to int
+        How many consecutive ranks compute the same output features, as where there are fewer heads
+        of keys and values than ranks: world size / heads. Weight and bias are then whole on every
+        rank, and their gradients are summed. With ``parts``: those of each part by name; others
+        have 1.
+
     Raises
     ------
     InputError
@@ -71,24 +78,54 @@ class Colwise(ParallelStyle):
         sequence_dim: int | None = None,
         fp8: str | None = None,
         parts: Mapping[str, int] | None = None,
+        copies: int | Mapping[str, int] = 1,
     ) -> None:
         super().__init__()
         check_recipe(fp8)
-        self.sequence_dim, self.fp8, self.parts = sequence_dim, fp8, parts
+        self.sequence_dim, self.fp8, self.parts, self.copies = sequence_dim, fp8, parts, copies
+        self._check_copies()
+
+    def _check_copies(self) -> None:
+        numbers: Any = self.copies
+        if isinstance(self.copies, Mapping):
+            require(
+                self.copies.keys() <= {*(self.parts or ())},
+                f"copies of {', '.join(self.copies)}",
+                f"the parts: {', '.join(self.parts or ()) or 'none'}",
+                "name parts, or pass a number",
+            )
+            numbers = self.copies.values()
+        else:
+            numbers = (self.copies,)
+        require(
+            all(number >= 1 for number in numbers),
+            f"copies={self.copies!r}",
+            "1 or more ranks for the same features",
+            "pass world size / heads",
+        )
+
+    def copies_of(self, part: str) -> int:
+        """How many ranks compute the same features of a part, or of the layer: ``""``."""
+        return self.copies.get(part, 1) if isinstance(self.copies, Mapping) else self.copies
+
+    def all_copies(self) -> dict[str, int]:
+        """:meth:`copies_of` each part."""
+        return {name: self.copies_of(name) for name in self.parts or ()}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.parts is not None and len(self.parts) > 1:
-            check_parts("a layer with parts", module, self.parts, device_mesh.size())
+            copies = self.all_copies()
+            check_parts("a layer with parts", module, self.parts, device_mesh.size(), copies)
             linear: Any = module
             module = SplitLinear(linear, self.parts)
-            for part in module.children():
-                self._shard(part, device_mesh)
+            for name, part in module.named_children():
+                self._shard(part, device_mesh, copies[name])
             return module
-        return self._shard(module, device_mesh)
+        return self._shard(module, device_mesh, self.copies_of(""))
 
-    def _shard(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _shard(self, module: nn.Module, device_mesh: DeviceMesh, copies: int) -> nn.Module:
         gather, dim = self.sequence_dim is not None, self.sequence_dim or 0
-        options = {"gather": gather, "dim": dim, "save_gathered": False}
+        options = {"gather": gather, "dim": dim, "save_gathered": False, "copies": copies}
         source = self.src_data_rank
         made = ColumnParallelLinear.take_over(module, device_mesh, source, **options)
         return made.train_in_fp8(self.fp8)

@@ -30,6 +30,7 @@ from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
 from tileweave.parallel.fused import FOREIGN
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
+from tileweave.parallel.heads import Counts
 from tileweave.parallel.hooks import (
     BACKWARD,
     FORWARD,
@@ -45,6 +46,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE = 0.05  # of 16-bit dtypes, relative to the largest element
 ROWS = 3  # of an input that is made up
 
+# Output features of each projection of a layer, and how many ranks compute the same ones.
+Parts = tuple[tuple[int, int], ...]
+
 
 @dataclass
 class Tried:
@@ -54,6 +58,7 @@ class Tried:
     columns, rows : paths of its sharded layers, from the module.
     inner : paths of modules in it that are tried themselves, from the module.
     size : the number of ranks.
+    counts : attributes that are numbers of heads, of all ranks and of one.
     done : there is nothing to try any more.
     walks : names of modules on the way to each of its layers.
     """
@@ -63,6 +68,7 @@ class Tried:
     rows: tuple[str, ...]
     inner: tuple[str, ...]
     size: int
+    counts: Counts = field(default_factory=dict)
     done: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
@@ -117,16 +123,14 @@ def modules_to_try(
     return watched
 
 
-def try_made_up_input(
-    model: nn.Module, tried: Tried, parts: Mapping[str, Mapping[str, int]]
-) -> None:
+def try_made_up_input(model: nn.Module, tried: Tried, parts: Mapping[str, Parts]) -> None:
     """Try a module of the whole model that takes one tensor [batch, rows, features]. Others are
     tried with the input of their first call.
 
     Parameters
     ----------
     parts : mapping
-        The projections of fused layers by path, and their sizes.
+        The projections of fused layers by path, and of layers that ranks share.
     """
     module: Any = model.get_submodule(tried.path)
     layers = [module.get_submodule(name) for name in tried.columns]
@@ -136,7 +140,7 @@ def try_made_up_input(
     if len({layer.in_features for layer in layers}) != 1:
         return
     dot = f"{tried.path}." if tried.path else ""
-    own = {n: tuple(parts[dot + n].values()) for n in tried.columns if dot + n in parts}
+    own = {n: parts[dot + n] for n in tried.columns if dot + n in parts}
     drawn = torch.Generator(first.device).manual_seed(0)
     shape = (2, ROWS, layers[0].in_features)
     x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
@@ -316,10 +320,11 @@ class _Unfit(RuntimeError):
 class _Stand(nn.Module):
     """In place of a sharded layer. Its parameters have shapes and dtypes, no values."""
 
-    def __init__(self, layer: Any, tape: _Tape, column: bool, parts: tuple[int, ...]) -> None:
+    def __init__(self, layer: Any, tape: _Tape, column: bool, parts: Parts) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.tape, self.column, self.parts = tape, column, parts or (layer.out_features,)
+        self.tape, self.column = tape, column
+        self.parts = parts or ((layer.out_features, getattr(layer, "copies", 1)),)
         sharded = isinstance(layer, ParallelLinear)
         moves = getattr(layer, "gather", False) and not isinstance(layer, SharedColumn)
         self.moves = sharded and (moves or getattr(layer, "scatter", False))
@@ -345,7 +350,14 @@ class _Stand(nn.Module):
         y = self.tape.numbers(x, shape)
         if rank is None:
             return y
-        return torch.cat([part.chunk(size, -1)[rank] for part in y.split(self.parts, -1)], -1)
+        found = y.split([features for features, _ in self.parts], -1)
+        return torch.cat(
+            [
+                part.chunk(size // copies, -1)[rank // copies]
+                for part, (_, copies) in zip(found, self.parts, strict=True)
+            ],
+            -1,
+        )
 
 
 class _Replay(nn.Module):
@@ -359,7 +371,7 @@ class _Replay(nn.Module):
         return _cloned(self.tape.outputs[self.path].pop(0))
 
 
-def _copied(module: nn.Module, tried: Tried, parts: dict[str, tuple[int, ...]]) -> Any:
+def _copied(module: nn.Module, tried: Tried, parts: dict[str, Parts]) -> Any:
     """A copy of ``module`` with other modules in place of its sharded layers and of inner ones, and
     the tape of those; None if it cannot be copied."""
     tape = _Tape(tried.size)
@@ -410,6 +422,8 @@ def _judge(
     def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tape.begin(rank, inner)
         again = copy.deepcopy(copied, _not_copied(copied, tape))
+        for name, (of_all, of_one) in tried.counts.items():
+            setattr(again, name, of_all if rank is None else of_one)
         y = forward(again, *_cloned(args), **_cloned(kwargs))
         return tape.seen, tensors_of(y)
 

@@ -30,7 +30,8 @@ from tileweave.parallel.checks import (
     routed_parts,
 )
 from tileweave.parallel.experts import experts_of, is_described
-from tileweave.parallel.fused import COUNTED, HEADS, FusedLayer, class_path, split
+from tileweave.parallel.fused import FusedLayer, split
+from tileweave.parallel.heads import Heads
 from tileweave.parallel.own_rows import AllRows, shard_rows
 from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
@@ -61,7 +62,7 @@ from tileweave.parallel.saving import save_whole
 from tileweave.parallel.sharded_model import watch_model
 from tileweave.parallel.shared_input import share_input
 from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParallel
-from tileweave.parallel.trial import Tried, modules_to_try, try_made_up_input, watch
+from tileweave.parallel.trial import Parts, Tried, modules_to_try, try_made_up_input, watch
 
 _LOG = logging.getLogger("tileweave")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
@@ -165,15 +166,15 @@ def parallelize(
     styles, blocks, fused, whole = _styles(model, plan, size)
     styles, blocks, lora = take_base_layers(model, styles, blocks)
     at = sequence_dim if sequence_parallel else None
-    check_styles(model, styles, size)
+    heads = Heads.of(model, blocks, styles, size)
+    check_styles(model, styles, size, heads.shared)
     every = styles.keys() | {
         path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
     }
     styled = {**dict.fromkeys(every, COLUMN), **styles}
-    blocks = [check_block(model, block, styled, whole, size) for block in blocks]
+    blocks = [check_block(model, block, styled, whole, size, heads.shared) for block in blocks]
     for layer in fused:
-        check_block(model, Block(layer.path, (layer.name,), layer.row), styled, whole, size)
-        check_fused(model, layer, size)
+        check_fused(model, layer, styled, whole, size)
     routed = routed_parts(model, styles) if sequence_parallel else ()
     outer = _outer_lists(model, [*styled]) if sequence_parallel else []
     all_rows: list[str] = []  # modules that take the rows of all ranks
@@ -182,11 +183,12 @@ def parallelize(
         by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
         all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
-    tried = _tried(model, styles, fused, size, named) if check else {}
+    tried = _tried(model, styles, fused, heads, size, named) if check else {}
     for layer in fused:
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
         styles.update(blocks[-1].paths())
+        heads.shared.update(layer.copies_by_path())
     over = mesh_of(flat, device)
     # styles of whole modules come after those of the linear layers in them
     for path, style in sorted(styles.items(), key=lambda entry: is_summed(entry[1])):
@@ -197,14 +199,14 @@ def parallelize(
             dim = None
         elif path.startswith(routed):  # rows of any order there, maybe flattened
             dim = 0
-        made = _style(style, dim)
+        made = _style(style, dim, heads.shared.get(path, 1))
         made.src_data_rank = src_data_rank
         _replace(model, path, made._apply(model.get_submodule(path), over))
     for path, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             module.path = path
     for block in blocks:
-        _take_own_heads(model.get_submodule(block.path), over, src_data_rank)
+        _take_own_heads(model, block.path, heads, over, src_data_rank)
         if block.shares:
             share_input(model, block)
     for path in lora:
@@ -224,11 +226,13 @@ def parallelize(
     return model
 
 
-def _take_own_heads(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
+def _take_own_heads(
+    model: nn.Module, path: str, heads: Heads, mesh: DeviceMesh, source: int | None
+) -> None:
     """Let a module count the heads of one rank, and have the parameters of those."""
-    for count in HEADS if class_path(module) in COUNTED else ():
-        if hasattr(module, count):
-            setattr(module, count, getattr(module, count) // mesh.size())
+    module = model.get_submodule(path)
+    for name, (_, own) in heads.counts.get(path, {}).items():
+        setattr(module, name, own)
     by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
     if by_head:
         shard_own(module, by_head, mesh, source)
@@ -330,6 +334,7 @@ def _tried(
     model: nn.Module,
     styles: Styles,
     fused: list[FusedLayer],
+    heads: Heads,
     size: int,
     named: set[str] | None,
 ) -> dict[str, Tried]:
@@ -339,27 +344,36 @@ def _tried(
     """
     columns = [path for path, style in styles.items() if is_column(style)]
     rows = [path for path, style in styles.items() if is_row(style)]
-    parts = {p: s.parts for p, s in styles.items() if isinstance(s, Colwise) and s.parts}
+    parts = {path: _parts(model, path, style, heads) for path, style in styles.items()}
     for layer in fused:
         name, row = Block(layer.path, (layer.name,), layer.row).paths()
         columns.append(name)
         rows.append(row)
-        parts[name] = layer.sizes
+        parts[name] = tuple((n, layer.copies.get(part, 1)) for part, n in layer.sizes.items())
     check_hooks(model, [*columns, *rows])
     found = modules_to_try(model, columns, rows, size)
     for path, tried in found.items():
         if named is not None:
             check_between(model, tried, named)
-        tried.done = counts_heads(model.get_submodule(path))
+        tried.counts = heads.counts.get(path, {})
+        tried.done = not tried.counts and counts_heads(model.get_submodule(path))
         try_made_up_input(model, tried, parts)
     return found
 
 
-def _style(style: str | ParallelStyle, sequence_dim: int | None) -> ParallelStyle:
+def _parts(model: nn.Module, path: str, style: str | ParallelStyle, heads: Heads) -> Parts:
+    """The projections of the layer at ``path``, () for one that ranks do not share."""
+    if isinstance(style, Colwise) and style.parts:
+        return tuple((n, style.copies_of(part)) for part, n in style.parts.items())
+    copies = style.copies_of("") if isinstance(style, Colwise) else heads.shared.get(path, 1)
+    return ((model.get_submodule(path).out_features, copies),) if copies > 1 else ()  # type: ignore[return-value]
+
+
+def _style(style: str | ParallelStyle, sequence_dim: int | None, copies: int) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     if style == COLUMN:
-        return Colwise(sequence_dim=sequence_dim)
+        return Colwise(sequence_dim=sequence_dim, copies=copies)
     if style == ROW:
         return Rowwise(sequence_dim=sequence_dim)
     if style == EXPERTS:
