@@ -327,7 +327,7 @@ SPLIT_NAMED = (
     "layers.0.self_attn.qkv, which computes several",
     "layers.0.self_attn.qkv: parts {'q': 16, 'kv': 15} of 32",
     "layers.0.self_attn.qkv, which computes several",
-    "mlp.gate_up_proj.weight with 3 rows",
+    "mlp.gate_up_proj.weight with 3 output features",
 )
 
 

@@ -89,7 +89,7 @@ def tokens(size: int, seed: int = 1) -> torch.Tensor:
     return ids_of(seed).repeat(1, size)
 
 
-def compare(part: Any, reference: nn.Module, ids: torch.Tensor) -> None:
+def compare(part: Any, reference: Any, ids: torch.Tensor) -> None:
     y, want = part(ids), reference(ids)
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
     for result in (y, want):
@@ -203,10 +203,10 @@ class OneLayer(nn.Module):
         super().__init__()
         self.qkv, self.proj = nn.Linear(16, 24), nn.Linear(16, 16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         y = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2)
         q, k, v = y.split([y.shape[1] - 2, 1, 1], 1)
-        y = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        y = scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=scale)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -218,7 +218,10 @@ def of_parts(me: Member) -> None:
     plan = {"qkv": Colwise(parts=parts, copies=copies), "proj": Rowwise()}
     tw.parallelize(part, plan=plan)
     x = torch.randn(2, 3, 16)
-    compare(part, reference, x)
+    call: Any = part
+    assert not call._tried.done
+    compare(lambda x: call(x, 0.7), lambda x: reference(x, 0.7), x)
+    assert call._tried.done  # in its first call: it takes more than a tensor
     found = tw.parallel.join_projections(part, {n: p.grad for n, p in part.named_parameters()})
     state = part.state_dict()
     for name, parameter in reference.named_parameters():

@@ -25,10 +25,46 @@ pytest.importorskip(
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 240
 MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
+# q, k and v of one layer, heads counted by attributes, numbers for each head among the arguments
+KNOWN = ("GPT2", "OpenAIGPT", "Bloom", "Falcon", "Mpt", "GPTBigCode", "CodeGen", "Persimmon")
+
+
+def known(kind: str, seed: int) -> Any:
+    """A model whose attention is in ``parallel/attentions.py``, for two ranks."""
+    draw = random.Random(f"{kind} {seed}")
+    heads, head = 2 * draw.choice([1, 2, 3]), draw.choice([4, 8])
+    hidden, attention = heads * head, draw.choice(["eager", "sdpa"])
+    options: dict[str, Any] = {"vocab_size": 37, "pad_token_id": 0, "n_layer": 2}
+    if kind == "Falcon":
+        grouped, alibi = draw.random() < 0.4, draw.random() < 0.4
+        options |= {"num_hidden_layers": 2, "hidden_size": hidden, "num_attention_heads": heads}
+        options |= {"new_decoder_architecture": grouped, "alibi": alibi and not grouped}
+        options |= {"multi_query": draw.random() < 0.5, "bias": draw.random() < 0.5}
+        options |= {"num_kv_heads": 2 if grouped else heads}
+        options |= {"parallel_attn": grouped or draw.random() < 0.5}
+    elif kind == "Persimmon":
+        options |= {"num_hidden_layers": 2, "hidden_size": 2 * hidden, "num_attention_heads": heads}
+        options |= {"intermediate_size": 40, "qk_layernorm": draw.random() < 0.5}
+    elif kind == "Bloom":
+        options |= {"hidden_size": hidden, "n_head": heads}
+    elif kind == "Mpt":
+        options |= {"d_model": hidden, "n_layers": 2, "n_heads": heads, "max_seq_len": 64}
+    elif kind == "CodeGen":  # four groups of heads
+        options |= {"n_embd": 4 * hidden, "n_head": 4 * heads, "rotary_dim": 4, "n_ctx": 64}
+    else:
+        options |= {"n_embd": hidden, "n_head": heads, "n_positions": 64}
+    if kind == "GPTBigCode":
+        options |= {"multi_query": draw.random() < 0.5}
+    if kind in ("OpenAIGPT", "Bloom", "Mpt"):
+        attention = "eager"
+    options |= {"attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 2}
+    task = "LMHeadModel" if kind in ("GPT2", "OpenAIGPT") else "ForCausalLM"
+    return tiny_model(kind, task, seed, options)
 
 
 def built(kind: str, seed: int) -> Any:
-
+    if kind in KNOWN:
+        return known(kind, seed)
     draw = random.Random(f"{kind} {seed}")
     kv_heads, head = draw.choice([1, 2, 4, 6]), draw.choice([4, 8, 16])
     heads = kv_heads * draw.choice([2, 4] if kv_heads == 1 else [1, 2, 3])
@@ -61,7 +97,8 @@ def compared(me: Member, kind: str, seed: int, sequence: bool) -> dict[str, Any]
     reference = built(kind, seed)
     part = tw.parallelize(built(kind, seed), sequence_parallel=sequence)
     ids = torch.randint(3, 37, (2, 6), generator=torch.Generator().manual_seed(seed))
-    y, want = part(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
+    options = {} if kind == "OpenAIGPT" else {"use_cache": False}
+    y, want = part(ids, **options).logits, reference(ids, **options).logits
     for result in (y, want):
         result.square().mean().backward()
     gradients = {name: p.grad for name, p in part.named_parameters()}
@@ -85,7 +122,7 @@ def compared(me: Member, kind: str, seed: int, sequence: bool) -> dict[str, Any]
     return found
 
 
-CASES = [(kind, sequence) for kind in MODELS for sequence in (False, True)]
+CASES = [(kind, sequence) for kind in (*MODELS, *KNOWN) for sequence in (False, True)]
 CASES.remove(("OPT", True))  # its MLP takes rows of all samples, [B S, H]: an error
 
 
@@ -142,13 +179,14 @@ def refused(me: Member) -> list[str]:
     import transformers
 
     small = {"vocab_size": 37, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    gpt2 = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4}
     odd = {**small, "num_attention_heads": 3, "hidden_size": 24, "intermediate_size": 40}
     odd |= {"num_key_value_heads": 1, "pad_token_id": 0}
     found = []
     for kind, options in (
-        ("GPT2", {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4}),
-        ("Falcon", small),
-        ("Bloom", small),
+        ("GPT2", gpt2 | {"add_cross_attention": True}),
+        ("GPT2", gpt2 | {"n_head": 1}),
+        ("GPTNeoXJapanese", small | {"intermediate_multiple_size": 2}),
         ("Phi3", odd),
         ("GPTNeoX", {**small, "num_attention_heads": 1, "intermediate_size": 40}),
     ):
@@ -164,9 +202,9 @@ def refused(me: Member) -> list[str]:
 
 def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
     named = (
-        "transformer.h.0.mlp.c_fc, a transformers.pytorch_utils.Conv1D",
-        "transformer.h.0.self_attention.query_key_value, which computes",
-        "transformer.h.0.self_attention.query_key_value, which computes",
+        "transformer.h.0.crossattention.c_attn, which computes",
+        "transformer.h.0.attn.c_attn: 32 features of q_proj, heads of 32, over 2 ranks",
+        "gpt_neox_japanese.layers.0.attention.query_key_value, which computes",
         "model.layers.0.self_attn.qkv_proj: 24 features of q_proj",
         "gpt_neox.layers.0.attention.query_key_value: 96 features",
     )

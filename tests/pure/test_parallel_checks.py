@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 from tileweave.errors import InputError
-from tileweave.parallel import checks, fused, heads, join_projections
+from tileweave.parallel import checks, join_projections
+from tileweave.parallel.attentions import ATTENTIONS, Attention, class_path
 from tileweave.parallel.checks import counts_heads
 from tileweave.parallel.fused import FusedLayer, OwnHeads, SplitLinear, fused_layer, split
+from tileweave.parallel.heads import counts_of
 from tileweave.parallel.plans import Block, recognise
 
 
@@ -68,13 +70,14 @@ def test_attentions_that_can_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     model = module_of(attention=attention())
     layer = fused_layer(model, "attention", "qkv_proj", 2)
     assert layer == "the forward of Module is not known to take heads of one rank"
-    monkeypatch.setattr(fused, "ATTENTIONS", (fused.class_path(model.attention),))
+    known = ATTENTIONS["transformers.models.phi3.modeling_phi3.Phi3Attention"]
+    monkeypatch.setitem(ATTENTIONS, class_path(model.attention), known)
     layer = fused_layer(model, "attention", "qkv_proj", 2)
     sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     assert layer == FusedLayer("attention", "qkv_proj", "o_proj", sizes)
     for other in (attention(heads=3), attention(kv_heads=1), attention(features=63)):
         reason = fused_layer(module_of(attention=other), "attention", "qkv_proj", 2)
-        assert reason == "its features are not those of the heads in its config"
+        assert reason == "its features are not those of its heads"
     assert "known to take heads" in str(fused_layer(model, "attention", "o_proj", 2))
     assert fused_layer(model, "attention", "norm", 2) == "it is a builtins.NoneType"
     config = model.attention.config
@@ -83,7 +86,7 @@ def test_attentions_that_can_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(own, OwnHeads) and own.eps == 1
     assert (own.num_attention_heads, own.num_key_value_heads) == (2, 1)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
-    assert model.attention.num_key_value_heads == 1
+    assert counts_of(model.attention, 1, 2) == {"num_key_value_heads": (2, 1)}
     assert isinstance(model.attention.qkv_proj, SplitLinear)
 
 
@@ -293,11 +296,11 @@ def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPa
     module, block = of_heads({"qkv": 96}, head_dim=8, n_head=12), Block("at", ("qkv",), "o")
     with pytest.raises(InputError, match="takes n_head = 12, the heads of all ranks"):
         checks._check_heads(module, block, 12, {})
-    monkeypatch.setattr(checks, "KNOWN", (fused.class_path(module),))
+    monkeypatch.setitem(ATTENTIONS, class_path(module), Attention())
     checks._check_heads(module, block, 12, {})
     assert counts_heads(of_heads({}))
     # q, k and v of a head next to each other are one part
-    monkeypatch.setattr(heads, "INTERLEAVED", (fused.class_path(module),))
+    monkeypatch.setitem(ATTENTIONS, class_path(module), Attention("qkv", "o"))
     checks._check_heads(module, block, 4, {})
     with pytest.raises(InputError, match="96 features, heads of 24, over 12 ranks"):
         checks._check_heads(module, block, 12, {})

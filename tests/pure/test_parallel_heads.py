@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tileweave.parallel import heads
-from tileweave.parallel.fused import class_path, copies_of
+from tileweave.parallel.attentions import ATTENTIONS, Attention, class_path
+from tileweave.parallel.fused import copies_of
 from tileweave.parallel.heads import counts_of, head_size, shared_keys
 from tileweave.parallel.plans import Block
 
@@ -69,7 +69,8 @@ def test_numbers_of_heads_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts_of(module, 1, 4) == {}
     groups = {"num_key_value_groups": (4, 2), "n_rep": (4, 2)}
     assert counts_of(module, 2, 4) == groups
-    monkeypatch.setattr(heads, "COUNTED", (class_path(module),))
+    counted = ("num_heads", "num_key_value_heads", "absent")
+    monkeypatch.setitem(ATTENTIONS, class_path(module), Attention(counts=counted))
     own = {"num_heads": (8, 2), "num_key_value_heads": (2, 1)}
     assert counts_of(module, 2, 4) == own | groups
     assert counts_of(module, 1, 2) == {"num_heads": (8, 4), "num_key_value_heads": (2, 1)}

@@ -95,6 +95,28 @@ def check_recipe(recipe: str | None) -> None:
     )
 
 
+# Classes of transformers that compute what nn.Linear does.
+_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+_TURNED = ("transformers.pytorch_utils.Conv1D",)  # its weight is [in, out]
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer with a weight [in, out], as of GPT-2."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in _TURNED
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is an ``nn.Linear``, or of another class that computes the same."""
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return type(module) is nn.Linear or name in (*_LINEAR, *_TURNED)
+
+
+def name_features(module: Any) -> None:
+    """Let a linear layer have the attributes ``in_features`` and ``out_features``."""
+    if is_turned(module):
+        module.in_features, module.out_features = module.weight.shape
+
+
 class _RefusesAdapters:
     """The attribute of a layer that PEFT reads before it adds LoRA: shapes would not fit."""
 
@@ -119,6 +141,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
     fp8: str | None = None  # the recipe of FP8 training
     path: str = ""  # in the model, for errors
     copies: int = 1  # how many consecutive ranks compute the same features
+    turned: bool = False  # the weight is [in, out], as in Conv1D of transformers
 
     def __init__(
         self,
@@ -188,6 +211,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
     def parts(self) -> tuple[Any, Any]:
         """This rank's shards of weight and bias, as plain tensors."""
         w = local(self.weight)
+        w = w.t() if self.turned else w
         dim = self.dims[0]
         if w.shape[dim] * self.world_size != (self.out_features, self.in_features)[dim]:
             raise InputError(
@@ -213,25 +237,32 @@ class ParallelLinear(ShardedModule, nn.Linear):
         ``source``: the rank whose values are taken; None: each rank has the full layer.
         """
         require(
-            type(linear) is nn.Linear,
+            is_linear(linear),
             f"a shard of {type(linear).__name__}",
             "torch.nn.Linear itself: subclasses may compute something else, as quantised ones do",
             "leave this module out of the plan",
         )
         layer: Any = linear
-        layer.__class__ = cls
+        name_features(layer)
+        kind, layer.turned, layer.__class__ = type(linear), is_turned(linear), cls
         for name, value in options.items():
             setattr(layer, name, value)
         try:
             layer._join(group)
         except InputError:
-            layer.__class__ = nn.Linear
+            layer.__class__ = kind
             raise
         mesh = mesh_of(group, layer.weight.device)
         for name, placement in zip(("weight", "bias"), layer._placements(), strict=True):
             whole = getattr(linear, name)
-            if whole is not None:
-                setattr(layer, name, distributed(whole, mesh, placement, source))
+            if whole is None:
+                continue
+            turns = layer.turned and name == "weight"
+            given = nn.Parameter(whole.detach().t().contiguous()) if turns else whole
+            part = distributed(given, mesh, placement, source)
+            if turns:  # operators read rows of [out, in], so those stay next to each other
+                part = nn.Parameter(part.detach().t(), whole.requires_grad)
+            setattr(layer, name, part)
         return layer
 
     @classmethod
@@ -349,12 +380,12 @@ class ColumnParallelLinear(ParallelLinear):
         if self.copies == 1:
             return super().parts()
         own, rank = self._own_shape()[0], dist.get_rank(group_of(self.group_name))
-        begin, parts = rank // self.copies * own, (local(self.weight), local(self.bias))
-        w, bias = (
-            None if part is None else copy_to_group(part, self.group_name)[begin : begin + own]
-            for part in parts
-        )
-        return w, bias
+        begin = rank // self.copies * own
+        w = copy_to_group(local(self.weight), self.group_name)
+        w = (w.t() if self.turned else w)[begin : begin + own]
+        if self.bias is None:
+            return w, None
+        return w, copy_to_group(local(self.bias), self.group_name)[begin : begin + own]
 
     def _placements(self) -> tuple[Any, Any]:
         from torch.distributed.tensor import Replicate

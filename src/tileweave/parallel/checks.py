@@ -18,16 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tileweave.errors import InputError, require
-from tileweave.nn.linear import ParallelLinear
+from tileweave.nn.linear import ParallelLinear, is_linear
 from tileweave.nn.shards import is_dtensor
+from tileweave.parallel.attentions import class_path, known_attention
 from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
-    ATTENTIONS,
-    COUNTED,
-    INTERLEAVED,
     FusedLayer,
     check_parts,
-    class_path,
     is_adapter,
 )
 from tileweave.parallel.heads import head_size
@@ -48,7 +45,6 @@ from tileweave.parallel.plans import (
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise
 from tileweave.parallel.trial import UNFIT, Tried
 
-KNOWN = (*ATTENTIONS, *INTERLEAVED, *COUNTED)  # to be right with the heads of one rank
 # Norms that mix rows.
 MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
@@ -150,7 +146,7 @@ def check_plain(path: str, module: Any) -> None:
         "it",
     )
     require(
-        type(module) is nn.Linear,
+        is_linear(module),
         f"{path}, a {class_path(module)}",
         "torch.nn.Linear itself: a subclass may compute something else, as quantised ones do",
         "parallelize before that module is replaced, put an nn.Linear with the same result in its "
@@ -341,7 +337,7 @@ def _check_heads(module: Any, block: Block, size: int, copies: dict[str, int]) -
             "whole heads on every rank, or ranks that are a multiple of the heads of keys, values",
             "choose fewer ranks, or pass a plan without this attention",
         )
-    if class_path(module) in KNOWN:
+    if known_attention(module):
         return
     for name, value in _heads_in_forward(module):
         layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
@@ -362,7 +358,7 @@ def _check_heads(module: Any, block: Block, size: int, copies: dict[str, int]) -
 def counts_heads(module: nn.Module) -> bool:
     """Whether the forward of ``module`` takes numbers of heads from attributes, which may be those
     of one rank."""
-    return class_path(module) in KNOWN or any(True for _ in _heads_in_forward(module))
+    return known_attention(module) is not None or any(True for _ in _heads_in_forward(module))
 
 
 def _of_keys(name: str) -> bool:

@@ -3,7 +3,7 @@
 Their output features are those of the projections, one after the other, so an equal split would mix
 them. Such a layer becomes a :class:`SplitLinear`, a linear layer for each projection, and each of
 them is sharded. The module that calls it must take its share of every projection: an MLP is tried
-(:func:`splits_by_feature`), attentions are known (:data:`ATTENTIONS`).
+(:func:`splits_by_feature`), attentions are known (``attentions.py``).
 """
 
 from __future__ import annotations
@@ -17,25 +17,11 @@ import torch
 from torch import nn
 
 from tileweave.errors import InputError, require
+from tileweave.nn.linear import is_linear, is_turned, name_features
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import checks_types_first, reading
+from tileweave.parallel.attentions import QKV, class_path, known_attention
 
-# Attentions whose forward takes the numbers of heads from ``config`` and ``num_key_value_heads``.
-ATTENTIONS = (
-    "transformers.models.phi3.modeling_phi3.Phi3Attention",
-    "transformers.models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAttention",
-)
-# Attentions whose fused layer has the q, k and v of a head next to each other: an equal split gives
-# whole heads, and the forward takes their number from the shape.
-INTERLEAVED = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention",)
-# Attentions whose forward takes the numbers of heads from attributes of these names.
-HEADS = ("num_heads", "num_key_value_heads")
-COUNTED = (
-    "transformers.models.stablelm.modeling_stablelm.StableLmAttention",
-    "transformers.models.whisper.modeling_whisper.WhisperAttention",
-    "transformers.models.opt.modeling_opt.OPTAttention",
-    "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention",
-)
 # What a forward with made-up numbers may raise.
 FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError)
@@ -45,7 +31,7 @@ FUSED = (
     *("fused_qkv", "qkv_linear", "gate_up_proj", "gate_up", "w13"),
 )
 GATE_UP = ("gate_up_proj", "down_proj")
-QKV = ("qkv_proj", "o_proj")
+_, KEY, VALUE = QKV
 
 
 class SplitLinear(nn.Module):
@@ -57,32 +43,39 @@ class SplitLinear(nn.Module):
 
     Parameters
     ----------
-    fused : nn.Linear
+    fused : nn.Linear, or a module that computes the same
         Its parameters are taken.
 
     sizes : mapping of str to int
         The output features of each projection, by name, in their order in ``fused``.
     """
 
-    def __init__(self, fused: nn.Linear, sizes: Mapping[str, int]) -> None:
+    def __init__(self, fused: Any, sizes: Mapping[str, int]) -> None:
         super().__init__()
         self.names = tuple(sizes)
         self.in_features, self.out_features = fused.in_features, fused.out_features
+        self.turned = is_turned(fused)
         biases: Any = [None] * len(sizes)
         if fused.bias is not None:
             biases = fused.bias.detach().split(list(sizes.values()))
-        weights = fused.weight.detach().split(list(sizes.values()))
+        dim = self.dim_of("weight")
+        weights = fused.weight.detach().split(list(sizes.values()), dim)
         for name, weight, bias in zip(self.names, weights, biases, strict=True):
-            layer = nn.Linear(fused.in_features, weight.shape[0], False, device="meta")
+            layer: Any = _of_features(fused, weight.shape[dim])
             layer.weight = nn.Parameter(weight, requires_grad=fused.weight.requires_grad)
             if bias is not None:
-                layer.bias = nn.Parameter(bias, requires_grad=fused.bias.requires_grad)
+                trains = fused.bias.requires_grad  # type: ignore[union-attr]
+                layer.bias = nn.Parameter(bias, requires_grad=trains)
             self.add_module(name, layer)
         self.train(fused.training)
         self.register_state_dict_post_hook(_under_fused_names)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.cat([getattr(self, name)(input) for name in self.names], dim=-1)
+
+    def dim_of(self, kind: str) -> int:
+        """The dimension of output features of the "weight" or "bias"."""
+        return int(self.turned and kind == "weight")
 
     @property
     def weight(self) -> torch.Tensor:
@@ -114,16 +107,17 @@ class SplitLinear(nn.Module):
             whole = state_dict.pop(prefix + kind, None)
             if whole is None:
                 continue
+            dim = self.dim_of(kind)
             require(
-                whole.shape[0] == sum(sizes),
-                f"{prefix}{kind} with {whole.shape[0]} rows",
+                whole.shape[dim] == sum(sizes),
+                f"{prefix}{kind} with {whole.shape[dim]} output features",
                 f"{sum(sizes)}: {', '.join(self.names)} have {sizes}",
                 "pass the parameters of the whole layer",
             )
             parts: Any = getattr(whole, "parts", ())
-            if [len(part) for part in parts] != sizes:
+            if [part.shape[dim] for part in parts] != sizes:
                 whole = whole.full_tensor() if is_dtensor(whole) else whole
-                parts = whole.split(sizes)
+                parts = whole.split(sizes, dim)
             state_dict.update(zip(names, parts, strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args, **options)
 
@@ -138,18 +132,30 @@ def _under_fused_names(
     for kind in ("weight", "bias"):
         names = [f"{prefix}{name}.{kind}" for name in module.names]
         if all(name in state_dict for name in names):
-            state_dict[prefix + kind] = _joined([state_dict.pop(name) for name in names])
+            parts = [state_dict.pop(name) for name in names]
+            state_dict[prefix + kind] = _joined(parts, module.dim_of(kind))
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Tensors of projections as one: DTensors share their memory, plain tensors are copied; of
-    anything else, such as a number of steps, the first one."""
+def _of_features(fused: Any, features: int) -> Any:
+    """A layer of the class of ``fused``, with so many output features, without memory."""
+    with torch.device("meta"):
+        if is_turned(fused):
+            layer = type(fused)(features, fused.in_features)
+            name_features(layer)
+            layer.bias = None
+            return layer
+        return nn.Linear(fused.in_features, features, False)
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    """Tensors of projections as one, along ``dim``: DTensors share their memory, plain tensors are
+    copied; of anything else, such as a number of steps, the first one."""
     from tileweave.parallel.joined import JoinedTensor
 
     if is_dtensor(parts[0]):
-        return JoinedTensor(parts)
+        return JoinedTensor(parts, dim)
     tensors = isinstance(parts[0], torch.Tensor) and parts[0].ndim
-    return torch.cat([part.detach() for part in parts]) if tensors else parts[0]
+    return torch.cat([part.detach() for part in parts], dim) if tensors else parts[0]
 
 
 @checks_types_first
@@ -189,23 +195,25 @@ def _with_fused_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
         groups = [{**g, "params": _fused_names(model, g["params"])} for g in state["param_groups"]]
         return {"state": _with_fused_names(model, state["state"]), "param_groups": groups}
     joined = dict(state)
-    for name, parts in _projections(model).items():
+    for name, (parts, dim) in _projections(model).items():
         if not all(part in joined for part in parts):
             continue
         values = [joined.pop(part) for part in parts]
         if isinstance(values[0], dict):
-            joined[name] = {key: _joined([v[key] for v in values]) for key in values[0]}
+            joined[name] = {key: _joined([v[key] for v in values], dim) for key in values[0]}
         else:
-            joined[name] = _joined(values)
+            joined[name] = _joined(values, dim)
     return joined
 
 
-def _projections(model: nn.Module) -> dict[str, list[str]]:
-    """The names of parameters that make up each parameter of a fused layer, by its name."""
+def _projections(model: nn.Module) -> dict[str, tuple[list[str], int]]:
+    """The names of parameters that make up each parameter of a fused layer, and along which
+    dimension, by its name."""
     return {
-        f"{path}.{kind}" if path else kind: [
-            f"{path}.{name}.{kind}" if path else f"{name}.{kind}" for name in module.names
-        ]
+        f"{path}.{kind}" if path else kind: (
+            [f"{path}.{name}.{kind}" if path else f"{name}.{kind}" for name in module.names],
+            module.dim_of(kind),
+        )
         for path, module in model.named_modules()
         if isinstance(module, SplitLinear)
         for kind in ("weight", "bias")
@@ -214,7 +222,7 @@ def _projections(model: nn.Module) -> dict[str, list[str]]:
 
 def _fused_names(model: nn.Module, names: list[str]) -> list[str]:
     """``names`` of parameters, with the one of the fused layer in place of its projections."""
-    fused = {part: name for name, parts in _projections(model).items() for part in parts}
+    fused = {part: name for name, (parts, _) in _projections(model).items() for part in parts}
     return list(dict.fromkeys(fused.get(name, name) for name in names))
 
 
@@ -251,7 +259,7 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
     split."""
     module: Any = model.get_submodule(path)
     layer = getattr(module, name, None)
-    if type(layer) is not nn.Linear:
+    if layer is None or not is_linear(layer):
         return f"it is a {class_path(layer)}"
     if name == GATE_UP[0] and type(getattr(module, GATE_UP[1], None)) is nn.Linear:
         half = layer.out_features // 2
@@ -260,14 +268,15 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
         if not splits_by_feature(module, *GATE_UP, size):
             return f"{type(module).__name__} does not treat features one by one"
         return FusedLayer(path, *GATE_UP, {"gate_proj": half, "up_proj": half})
-    if name == QKV[0] and class_path(module) in ATTENTIONS:
-        head, config = module.head_dim, module.config
-        q, kv = config.num_attention_heads * head, module.num_key_value_heads * head
-        if q + 2 * kv != layer.out_features:
-            return "its features are not those of the heads in its config"
-        ranks = copies_of(kv, head, size)
-        copies = {"k_proj": ranks, "v_proj": ranks} if ranks > 1 else {}
-        return FusedLayer(path, *QKV, {"q_proj": q, "k_proj": kv, "v_proj": kv}, copies)
+    known = known_attention(module)
+    sizes = known.sizes(module) if known is not None and known.layer == name else None
+    if known is not None and sizes is not None:
+        if sum(sizes.values()) != layer.out_features:
+            return "its features are not those of its heads"
+        head = module.head_dim if hasattr(module, "head_dim") else None
+        ranks = copies_of(sizes[KEY], head, size)
+        copies: dict[str, int] = dict.fromkeys((KEY, VALUE), ranks) if ranks > 1 else {}
+        return FusedLayer(path, name, known.row, sizes, copies)
     return f"the forward of {type(module).__name__} is not known to take heads of one rank"
 
 
@@ -302,11 +311,6 @@ def copies_of(features: int, head: int | None, size: int) -> int:
     ranks, or where ranks cannot share heads evenly."""
     heads, rest = divmod(features, head) if head else (0, 0)
     return size // heads if not rest and 0 < heads < size and size % heads == 0 else 1
-
-
-def class_path(module: object) -> str:
-    """Module and name of the class of ``module``."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def is_adapter(module: object) -> bool:
@@ -380,10 +384,8 @@ def split(model: nn.Module, layer: FusedLayer, size: int) -> None:
     """Put the projections of ``layer`` in its place, and let the module take heads of one rank."""
     module: Any = model.get_submodule(layer.path)
     setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes))
-    if layer.name == QKV[0]:
+    known = known_attention(module)
+    if known is not None and known.in_config:
         heads = ("num_attention_heads", "num_key_value_heads")
         own = {name: max(1, getattr(module.config, name) // size) for name in heads}
         module.config = OwnHeads(module.config, **own)
-        module.num_key_value_heads = own["num_key_value_heads"]
-        if layer.copies:
-            module.num_key_value_groups //= layer.copies["k_proj"]

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.parallel.fused import COUNTED, HEADS, INTERLEAVED, class_path, copies_of
+from tileweave.parallel.attentions import known_attention
+from tileweave.parallel.fused import FusedLayer, copies_of
 from tileweave.parallel.plans import Block
 from tileweave.parallel.styles import Colwise
 
@@ -24,12 +27,16 @@ Counts = dict[str, tuple[int, int]]  # numbers of all ranks and of one, by name 
 
 
 def head_size(module: Any) -> int | None:
-    """Features of a head of the linear layers of ``module``, None if it does not tell."""
+    """Features of a head of the linear layers of ``module``, or of all that is next to each other
+    there; None if it does not tell."""
+    known = known_attention(module)
+    if known is not None and known.layer and known.sizes(module) is None:
+        return known.together(module)
     head = getattr(module, "head_dim", getattr(module, "head_size", None))
     head = getattr(module, "attention_head_size", head)
     if not isinstance(head, int) or head < 1:
         return None
-    return 3 * head if class_path(module) in INTERLEAVED else head
+    return head
 
 
 def shared_keys(
@@ -61,24 +68,72 @@ class Heads:
 
     @classmethod
     def of(
-        cls, model: nn.Module, blocks: Iterable[Block], styles: Mapping[str, Any], size: int
+        cls,
+        model: nn.Module,
+        blocks: Iterable[Block],
+        fused: Iterable[FusedLayer],
+        styles: Mapping[str, Any],
+        size: int,
     ) -> Heads:
-        """The heads of the attentions in ``blocks``, over ``size`` ranks."""
-        shared: dict[str, int] = {}
-        counts = {}
-        for block in blocks:
-            own = shared_keys(model, block, styles, size)
-            module = model.get_submodule(block.path)
-            counts[block.path] = counts_of(module, max(own.values(), default=1), size)
-            shared |= own
-        return cls(shared, counts)
+        """The heads of the attentions in ``blocks`` and around ``fused``, over ``size`` ranks."""
+        found = {block.path: shared_keys(model, block, styles, size) for block in blocks}
+        found |= {layer.path: layer.copies_by_path() for layer in fused}
+        counts = {
+            path: counts_of(model.get_submodule(path), max(own.values(), default=1), size)
+            for path, own in found.items()
+        }
+        return cls({path: n for own in found.values() for path, n in own.items()}, counts)
 
 
 def counts_of(module: Any, copies: int, size: int) -> Counts:
     """The attributes of an attention that are numbers of heads, of all of ``size`` ranks and of
     one, of which ``copies`` compute the same keys and values."""
-    counted = HEADS if class_path(module) in COUNTED else ()
-    counts = {n: (getattr(module, n), size) for n in counted if hasattr(module, n)}
-    if copies > 1:
-        counts |= {n: (getattr(module, n), copies) for n in GROUPS if hasattr(module, n)}
-    return {name: (whole, max(1, whole // ranks)) for name, (whole, ranks) in counts.items()}
+    known = known_attention(module)
+    ranks = dict.fromkeys(GROUPS, copies) if copies > 1 else {}
+    ranks |= dict.fromkeys(known.counts if known else (), size)
+    whole = {name: getattr(module, name) for name in ranks if hasattr(module, name)}
+    return {name: (count, max(1, count // ranks[name])) for name, count in whole.items()}
+
+
+class OwnHeadsOf:
+    """A hook of an attention, which gives it the part of an argument that is for the heads of this
+    rank.
+
+    name, place : of the argument: [batch, heads, ...], [batch x heads, ...] or [heads, ...].
+    heads : of all ranks.
+    """
+
+    def __init__(self, name: str, place: int, heads: int, mesh: DeviceMesh) -> None:
+        self.name, self.place, self.heads = name, place, heads
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: self._own(kwargs[self.name])}
+        if len(args) > self.place:
+            own = self._own(args[self.place])
+            return (*args[: self.place], own, *args[self.place + 1 :]), kwargs
+        return args, kwargs
+
+    def _own(self, given: Any) -> Any:
+        if given is None:
+            return None
+        if given.dim() == 4:  # [batch, heads, ...]; a mask may be for any head
+            of_any = given.shape[1] == 1
+            return given if of_any else given.chunk(self.size, 1)[self.rank]
+        return given.unflatten(0, (-1, self.heads)).chunk(self.size, 1)[self.rank].flatten(0, 1)
+
+
+def take_own_heads(module: nn.Module, counts: Counts, mesh: DeviceMesh) -> None:
+    """Let ``module`` count the heads of one rank, and take what is for them."""
+    known = known_attention(module)
+    if known is not None and known.by_head:
+        *names, heads = known.by_head
+        places = [*signature(type(module).forward).parameters]
+        for name in names:
+            hook = OwnHeadsOf(name, places.index(name) - 1, counts[heads][0], mesh)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+    for name, (_, own) in counts.items():
+        setattr(module, name, own)

@@ -71,30 +71,35 @@ class Shards(LocalShardsWrapper):
 
 
 class JoinedTensor(DTensor):
-    """Projections one after the other, along dimension 0. Shares their memory.
+    """Projections one after the other, along one dimension. Shares their memory.
 
     Parameters
     ----------
     parts : sequence of DTensor
-        The projections, with equal meshes and placements.
+        The projections, with equal meshes.
+
+    dim : int
+        The dimension.
     """
 
     parts: tuple[DTensor, ...]
+    along: int  # the dimension
 
-    def __new__(cls, parts: Sequence[DTensor]) -> JoinedTensor:
+    def __new__(cls, parts: Sequence[DTensor], dim: int = 0) -> JoinedTensor:
         own: Any = tuple(part.detach() for part in parts)
         first: Any = own[0]
-        rows = sum(part.shape[0] for part in own)
-        shape = torch.Size((rows, *first.shape[1:]))
+        sizes = list(first.shape)
+        sizes[dim] = sum(part.shape[dim] for part in own)
+        shape = torch.Size(sizes)
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), first.dtype)
         spec = replace(first._spec, tensor_meta=meta)
-        made: Any = super().__new__(cls, _shards(own), spec, requires_grad=False)
-        made.parts = own
+        made: Any = super().__new__(cls, _shards(own, dim), spec, requires_grad=False)
+        made.parts, made.along = own, dim
         return made
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor. All ranks must call this."""
-        return torch.cat([part.full_tensor() for part in self.parts])
+        return torch.cat([part.full_tensor() for part in self.parts], self.along)
 
     def redistribute(
         self,
@@ -118,7 +123,8 @@ class JoinedTensor(DTensor):
         caught here gets to :class:`Shards` there, which refuse it."""
         kwargs = kwargs or {}
         if func in _CONVERT:
-            return JoinedTensor([func(part, *args[1:], **kwargs) for part in args[0].parts])
+            parts = [func(part, *args[1:], **kwargs) for part in args[0].parts]
+            return JoinedTensor(parts, args[0].along)
         if func is torch.Tensor.new_empty:  # sizes may be separate arguments
             sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
             args = (args[0], kwargs.pop("size", sizes))
@@ -135,10 +141,10 @@ class JoinedTensor(DTensor):
         joined = [a for a in args if isinstance(a, JoinedTensor)]
         numbers = range(len(joined[0].parts) if joined else 0)
         if func in KEEPS:
-            return JoinedTensor([apply(number) for number in numbers])
+            return JoinedTensor([apply(number) for number in numbers], joined[0].along)
         if func is ATEN.new_empty.default and torch.Size(args[1]) == args[0].shape:
-            options = kwargs or {}
-            return JoinedTensor([part.new_empty(part.shape, **options) for part in args[0].parts])
+            parts = [part.new_empty(part.shape, **(kwargs or {})) for part in args[0].parts]
+            return JoinedTensor(parts, args[0].along)
         shapes = {tuple(part.shape for part in a.parts) for a in joined}
         if func is ATEN.equal.default and len(joined) == 2 and len(shapes) == 1:
             return all([apply(number) for number in numbers])
@@ -146,20 +152,21 @@ class JoinedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedTensor:
         copies: list[Any] = [part.clone() for part in self.parts]
-        memo[id(self)] = made = JoinedTensor(copies)
+        memo[id(self)] = made = JoinedTensor(copies, self.along)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return JoinedTensor, (self.parts,)
+        return JoinedTensor, (self.parts, self.along)
 
 
-def _shards(parts: Sequence[DTensor]) -> LocalShardsWrapper:
+def _shards(parts: Sequence[DTensor], dim: int) -> LocalShardsWrapper:
     """The shards of this rank and where they are in the whole tensor."""
     found, first = [], 0
     for part in parts:
         (chunk,) = part.__create_chunk_list__()
-        offsets = (chunk.offsets[0] + first, *chunk.offsets[1:])
-        found.append((part._local_tensor, offsets))
-        first += part.shape[0]
+        offsets = [*chunk.offsets]
+        offsets[dim] += first
+        found.append((part._local_tensor, tuple(offsets)))
+        first += part.shape[dim]
     kept = [pair for pair in found if pair[0].numel()] or found[:1]
     return Shards([shard for shard, _ in kept], [offsets for _, offsets in kept])

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 
 from tileweave.errors import InputError, require
+from tileweave.nn.linear import is_linear
+from tileweave.parallel.attentions import class_path, known_attention, takes_equal_parts
 from tileweave.parallel.fused import (
     FUSED,
     GATE_UP,
-    INTERLEAVED,
     FusedLayer,
-    class_path,
     fused_layer,
     is_adapter,
     refuse_fused,
@@ -134,7 +134,10 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
         children = {name for name, child in module.named_children() if not _is_norm(child)}
         for name in sorted(children & set(FUSED)):
             layer = getattr(module, name)
-            if isinstance(layer, nn.Linear) or is_adapter(layer):
+            known = known_attention(module)
+            if known is not None and takes_equal_parts(module, name):
+                found.append(Block(path, (name,), known.row))
+            elif is_linear(layer) or isinstance(layer, nn.Linear) or is_adapter(layer):
                 fused.append(_split_or_refuse(model, path, name, size))
         if children & set(FUSED):
             continue
@@ -181,8 +184,8 @@ def split_fused(
     fused = []
     for path, style in list(styles.items()):
         parent, _, name = path.rpartition(".")
-        interleaved = class_path(model.get_submodule(parent)) in INTERLEAVED
-        if name not in FUSED or interleaved or given is not None:
+        equal = takes_equal_parts(model.get_submodule(parent), name)
+        if name not in FUSED or equal or given is not None:
             continue
         if style == COLUMN:
             fused.append(_split_or_refuse(model, parent, name, size))

@@ -28,7 +28,7 @@ from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
-from tileweave.parallel.fused import FOREIGN
+from tileweave.parallel.fused import FOREIGN, SplitLinear
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
 from tileweave.parallel.heads import Counts
 from tileweave.parallel.hooks import (
@@ -387,6 +387,8 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, Parts]) -> Any:
         elif isinstance(part, ParallelLinear):
             column = isinstance(part, ColumnParallelLinear)
             memo[id(part)] = _Stand(part, tape, column, ())
+        elif isinstance(part, SplitLinear):  # its layers are sharded ones
+            continue
         elif name in (*tried.columns, *tried.rows):  # the model is not sharded yet
             memo[id(part)] = _Stand(part, tape, name in tried.columns, parts.get(name, ()))
     try:

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tileweave.errors import require
-from tileweave.nn.linear import ParallelLinear
+from tileweave.nn.linear import ParallelLinear, name_features
 from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
 from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
+from tileweave.parallel.attentions import known_attention
 from tileweave.parallel.checks import (
     check_between,
     check_block,
@@ -31,7 +32,7 @@ from tileweave.parallel.checks import (
 )
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
-from tileweave.parallel.heads import Heads
+from tileweave.parallel.heads import Heads, take_own_heads
 from tileweave.parallel.own_rows import AllRows, shard_rows
 from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
@@ -91,8 +92,8 @@ def parallelize(
     Layers that take the input of one attention or MLP (q, k, v; gate, up) share one gather, or one
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
-    features one by one (transformers' Phi-3 and GLM, any gated MLP that passes a trial); others are
-    refused, or take ``Colwise(parts=...)``. Stacked experts of transformers are sharded by expert:
+    features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others; any
+    gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. Stacked experts of transformers are sharded by expert:
     tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
     ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
@@ -163,10 +164,12 @@ def parallelize(
         "pass the rank that has the weights",
     )
     check_no_wrapper(model)
+    for module in model.modules():
+        name_features(module)
     styles, blocks, fused, whole = _styles(model, plan, size)
     styles, blocks, lora = take_base_layers(model, styles, blocks)
     at = sequence_dim if sequence_parallel else None
-    heads = Heads.of(model, blocks, styles, size)
+    heads = Heads.of(model, blocks, fused, styles, size)
     check_styles(model, styles, size, heads.shared)
     every = styles.keys() | {
         path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
@@ -188,7 +191,6 @@ def parallelize(
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
         styles.update(blocks[-1].paths())
-        heads.shared.update(layer.copies_by_path())
     over = mesh_of(flat, device)
     # styles of whole modules come after those of the linear layers in them
     for path, style in sorted(styles.items(), key=lambda entry: is_summed(entry[1])):
@@ -231,8 +233,7 @@ def _take_own_heads(
 ) -> None:
     """Let a module count the heads of one rank, and have the parameters of those."""
     module = model.get_submodule(path)
-    for name, (_, own) in heads.counts.get(path, {}).items():
-        setattr(module, name, own)
+    take_own_heads(module, heads.counts.get(path, {}), mesh)
     by_head = [name for name in BY_HEAD if module._parameters.get(name) is not None]
     if by_head:
         shard_own(module, by_head, mesh, source)
@@ -356,7 +357,10 @@ def _tried(
         if named is not None:
             check_between(model, tried, named)
         tried.counts = heads.counts.get(path, {})
-        tried.done = not tried.counts and counts_heads(model.get_submodule(path))
+        module, known = model.get_submodule(path), known_attention(model.get_submodule(path))
+        # what has numbers for the heads of one rank cannot be tried with those of all
+        by_head = known is not None and bool(known.by_head)
+        tried.done = by_head or (not tried.counts and counts_heads(module))
         try_made_up_input(model, tried, parts)
     return found
 
