@@ -247,15 +247,8 @@ def serve(
         output=output,
         all_reduce=all_reduce,
     )
-    show(
-        Scenario("serve", work, cluster),
-        _calibration(calibration),
-        sense,
-        advise,
-        out,
-        export,
-        detail,
-    )
+    scenario = Scenario("serve", work, cluster)
+    show(scenario, _calibration(calibration), sense, advise, out, export, detail)
 
 
 @app.command(name="moe")

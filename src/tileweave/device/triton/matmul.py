@@ -16,6 +16,20 @@ import triton.language as tl
 from tileweave.device.triton.signal import INTERPRETED
 
 
+class BlockScales(NamedTuple):
+    """The scales of FP8 blocks that a tile needs: one for 128 of K (``TILE_K``) of a row, and one
+    for 128 x 128 of ``w``.
+
+    rows : pointers [TILE_M] to those of the first K block of the tile's rows.
+    step : elements from one K block's to the next.
+    cols : pointer to that of the first K block of the tile's columns, which share them.
+    """
+
+    rows: Any
+    step: Any
+    cols: Any
+
+
 @triton.jit
 def matmul_tile(
     a_rows,
@@ -35,6 +49,8 @@ def matmul_tile(
     DEPTH_FIRST: tl.constexpr = False,
     start=None,
     PROMOTE: tl.constexpr = False,
+    scales=None,
+    X_FIRST: tl.constexpr = False,
 ):
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of
     ``w [N, K]`` over K blocks [k_begin, k_end).
@@ -47,10 +63,16 @@ def matmul_tile(
     ``start``: what the sum begins with. ``PROMOTE``: of FP8, sums are rounded to fp32 after each K
     block; tensor cores keep fewer bits between.
 
-    Low and wide tiles are multiplied as w @ x.T: the tensor cores of Hopper take at least 64 rows
-    of the first matrix at a time, but as few as 8 columns of the second.
+    ``scales``: :class:`BlockScales` of FP8, or None. Each K block is multiplied by its scales
+    before it is added. Those of K block ``k_begin`` are read also where there is none to multiply.
+    The compiler loads ahead what is multiplied, but not the scales: they are loaded here one block
+    ahead, since a load that is waited for takes as long as a block of 16 rows.
+
+    Low and wide tiles are multiplied as w @ x.T, unless ``X_FIRST``: the tensor cores of Hopper
+    take at least 64 rows of the first matrix at a time, but as few as 8 columns of the second.
     """
-    W_FIRST: tl.constexpr = TILE_M < 64 and TILE_N >= 64
+    W_FIRST: tl.constexpr = TILE_M < 64 and TILE_N >= 64 and not X_FIRST
+    UNMASKED: tl.constexpr = EVEN_K and scales is None  # with scales only masked loads are measured
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
     w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
@@ -59,6 +81,9 @@ def matmul_tile(
         acc = tl.zeros((TILE_N, TILE_M) if W_FIRST else (TILE_M, TILE_N), tl.float32)
     else:
         acc = start.trans(1, 0) if W_FIRST else start
+    if scales is not None:  # peers wrote some of them: not from a stale cache
+        of_rows = tl.load(scales.rows + k_begin * scales.step, cache_modifier=".cg")
+        of_cols = tl.load(scales.cols + k_begin)
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
         inside = (index < depth)[None, :]
@@ -67,95 +92,36 @@ def matmul_tile(
             b_at = w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w
         else:
             b_at = w_rows[:, None] + index[None, :]
-        if FEW_ROWS and EVEN_K:
+        if FEW_ROWS and UNMASKED:
             a = tl.load(a_at, mask=few, other=0.0)
         elif FEW_ROWS:
             a = tl.load(a_at, mask=few & inside, other=0.0)
-        elif EVEN_K:
+        elif UNMASKED:
             a = tl.load(a_at)
         else:
             a = tl.load(a_at, mask=inside, other=0.0)
-        if EVEN_K:
+        if UNMASKED:
             b = tl.load(b_at)
         else:
             b = tl.load(b_at, mask=inside, other=0.0)
         if INTERPRETED:  # the interpreter multiplies bf16 as bit patterns
             a = a.to(tl.float32)
             b = b.to(tl.float32)
+        if scales is not None:
+            scale = (of_rows * of_cols)[None, :] if W_FIRST else (of_rows * of_cols)[:, None]
+            ahead = tl.minimum(block + 1, k_end - 1)
+            of_rows = tl.load(scales.rows + ahead * scales.step, cache_modifier=".cg")
+            of_cols = tl.load(scales.cols + ahead)
         if W_FIRST:
             first, second = b, a.trans(1, 0)
         else:
             first, second = a, b.trans(1, 0)
-        if PROMOTE:
+        if scales is not None:
+            acc += tl.dot(first, second, input_precision="ieee") * scale
+        elif PROMOTE:
             acc += tl.dot(first, second, input_precision="ieee")
         else:
             acc = tl.dot(first, second, acc, input_precision="ieee")
-    return acc.trans(1, 0) if W_FIRST else acc
-
-
-class BlockScales(NamedTuple):
-    """The scales of FP8 blocks that a tile needs.
-
-    rows : pointers [TILE_M] to those of the first K block of the tile's rows.
-    step : elements from one K block's to the next.
-    cols : pointer to that of the first K block of the tile's columns, which share them.
-    """
-
-    rows: Any
-    step: Any
-    cols: Any
-
-
-@triton.jit
-def matmul_blocks(
-    a_rows,
-    w,
-    stride_w,
-    scales,
-    tile_col,
-    cols,
-    depth,
-    k_begin,
-    k_end,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    rows=0,
-    FEW_ROWS: tl.constexpr = False,
-    W_FIRST: tl.constexpr = False,
-):
-    """:func:`matmul_tile` of FP8 with a scale for 128 of K (``TILE_K``) of a row, and for 128 x 128
-    of ``w``: each K block is multiplied by its scales before it is added. ``k_begin`` is one of
-    them, also where there is none to multiply. ``W_FIRST``: as w @ x.T, for low and wide tiles.
-
-    The compiler loads ahead what is multiplied, but not the scales: they are loaded here one block
-    ahead, since a load that is waited for takes as long as a block of 16 rows.
-    """
-    n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
-    k = tl.arange(0, TILE_K)
-    w_rows = w + n.to(tl.int64) * stride_w
-    few = (tl.arange(0, TILE_M) < rows)[:, None]
-    acc = tl.zeros((TILE_N, TILE_M) if W_FIRST else (TILE_M, TILE_N), tl.float32)
-    # peers wrote some of the scales: not from a stale cache
-    of_rows = tl.load(scales.rows + k_begin * scales.step, cache_modifier=".cg")
-    of_cols = tl.load(scales.cols + k_begin)
-    for block in range(k_begin, k_end):
-        index = block * TILE_K + k
-        inside = (index < depth)[None, :]
-        read = few & inside if FEW_ROWS else inside
-        a = tl.load(a_rows[:, None] + index[None, :], mask=read, other=0.0)
-        b = tl.load(w_rows[:, None] + index[None, :], mask=inside, other=0.0)
-        if INTERPRETED:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        scale = of_rows * of_cols
-        ahead = tl.minimum(block + 1, k_end - 1)
-        of_rows = tl.load(scales.rows + ahead * scales.step, cache_modifier=".cg")
-        of_cols = tl.load(scales.cols + ahead)
-        if W_FIRST:
-            acc += tl.dot(b, a.trans(1, 0), input_precision="ieee") * scale[None, :]
-        else:
-            acc += tl.dot(a, b.trans(1, 0), input_precision="ieee") * scale[:, None]
     return acc.trans(1, 0) if W_FIRST else acc
 
 

@@ -69,7 +69,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import give_part, matmul_blocks, matmul_tile, take_parts
+from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
 from tileweave.device.triton.peers import (
     await_pushed,
     faulted,
@@ -256,37 +256,26 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
 def multiply_unit(a_rows, tensors, unit, k_begin, sizes, rank, C: tl.constexpr):
     """The K blocks of a unit from ``k_begin`` on, of rows at ``a_rows``."""
     if C.SCALED == 2:
-        return matmul_blocks(
-            a_rows,
-            tensors.w,
-            sizes.stride_w,
-            block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K),
-            unit.col,
-            sizes.cols,
-            sizes.depth,
-            k_begin,
-            unit.k_end,
-            C.TILE_M,
-            C.TILE_N,
-            C.TILE_K,
-        )
+        scales = block_scales(tensors, unit, sizes, rank, C.TILE_M, C.TILE_N, C.TILE_K)
     else:
-        return matmul_tile(
-            a_rows,
-            tensors.w,
-            sizes.stride_w,
-            unit.col,
-            sizes.cols,
-            sizes.depth,
-            k_begin,
-            unit.k_end,
-            C.TILE_M,
-            C.TILE_N,
-            C.TILE_K,
-            C.EVEN_K,
-            DEPTH_FIRST=C.DEPTH_FIRST,
-            PROMOTE=C.PROMOTE,
-        )
+        scales = None
+    return matmul_tile(
+        a_rows,
+        tensors.w,
+        sizes.stride_w,
+        unit.col,
+        sizes.cols,
+        sizes.depth,
+        k_begin,
+        unit.k_end,
+        C.TILE_M,
+        C.TILE_N,
+        C.TILE_K,
+        C.EVEN_K,
+        DEPTH_FIRST=C.DEPTH_FIRST,
+        PROMOTE=C.PROMOTE,
+        scales=scales,
+    )
 
 
 @triton.jit

@@ -54,7 +54,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_tile
 from tileweave.device.triton.peers import (
     faulted,
     leave,
@@ -171,46 +171,32 @@ def multiply(tensors, scales, sizes, rows, tile, part, C: tl.constexpr):
     k_end = (part + 1) * sizes.k_blocks // C.TEAM
     if C.SCALED == 2:
         of_cols = scales.w + (tile * TILE_N // 128) * sizes.k_blocks
-        acc = matmul_blocks(
-            x_rows,
-            tensors.w,
-            sizes.stride_w,
-            BlockScales(scales.x + tl.minimum(row, rows - 1), rows, of_cols),
-            tile,
-            sizes.cols,
-            sizes.depth,
-            k_begin,
-            k_end,
-            TILE_M,
-            TILE_N,
-            C.TILE_K,
-            rows,
-            C.FEW_ROWS,
-            TILE_M < 64 and TILE_N >= 64,
-        )
+        of_blocks = BlockScales(scales.x + tl.minimum(row, rows - 1), rows, of_cols)
     else:
-        if C.SCALED == 1:  # loaded here: a load after the matmul takes 0.6 us
-            of_rows = tl.load(scales.x + row * C.X_STEP, mask=row < rows, other=0.0)
-            of_cols = tl.load(scales.w + col * C.W_STEP, mask=col < sizes.cols, other=0.0)
-        acc = matmul_tile(
-            x_rows,
-            tensors.w,
-            sizes.stride_w,
-            tile,
-            sizes.cols,
-            sizes.depth,
-            k_begin,
-            k_end,
-            TILE_M,
-            TILE_N,
-            C.TILE_K,
-            C.EVEN_K,
-            rows,
-            C.FEW_ROWS,
-            PROMOTE=C.PROMOTE,
-        )
-        if C.SCALED == 1:
-            acc = acc * of_rows[:, None] * of_cols[None, :]
+        of_blocks = None
+    if C.SCALED == 1:  # loaded here: a load after the matmul takes 0.6 us
+        of_rows = tl.load(scales.x + row * C.X_STEP, mask=row < rows, other=0.0)
+        of_cols = tl.load(scales.w + col * C.W_STEP, mask=col < sizes.cols, other=0.0)
+    acc = matmul_tile(
+        x_rows,
+        tensors.w,
+        sizes.stride_w,
+        tile,
+        sizes.cols,
+        sizes.depth,
+        k_begin,
+        k_end,
+        TILE_M,
+        TILE_N,
+        C.TILE_K,
+        C.EVEN_K,
+        rows,
+        C.FEW_ROWS,
+        PROMOTE=C.PROMOTE,
+        scales=of_blocks,
+    )
+    if C.SCALED == 1:
+        acc = acc * of_rows[:, None] * of_cols[None, :]
     return acc
 
 

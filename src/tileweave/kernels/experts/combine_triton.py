@@ -70,7 +70,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_tile
 from tileweave.device.triton.peers import (
     faulted,
     leave,
@@ -281,40 +281,27 @@ def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexp
                     sizes.scale_block,
                     tensors.w_scale + (expert * all_cols + tile_col) * k_blocks,
                 )
-                acc = matmul_blocks(
-                    tensors.y + source * sizes.stride_y,
-                    tensors.experts + expert * sizes.stride_e,
-                    sizes.stride_w,
-                    scales,
-                    tile_col,
-                    cols,
-                    depth,
-                    0,
-                    k_blocks,
-                    TILE_M,
-                    TILE_N,
-                    TILE_K,
-                    walk.end - first_row,
-                    TILE_M <= LOW_TILE,
-                )
             else:
-                acc = matmul_tile(
-                    tensors.y + source * sizes.stride_y,
-                    tensors.experts + expert * sizes.stride_e,
-                    sizes.stride_w,
-                    tile_col,
-                    cols,
-                    depth,
-                    0,
-                    k_blocks,
-                    TILE_M,
-                    TILE_N,
-                    TILE_K,
-                    EVEN_K,
-                    walk.end - first_row,
-                    TILE_M <= LOW_TILE,
-                    DEPTH_FIRST,
-                )
+                scales = None
+            acc = matmul_tile(
+                tensors.y + source * sizes.stride_y,
+                tensors.experts + expert * sizes.stride_e,
+                sizes.stride_w,
+                tile_col,
+                cols,
+                depth,
+                0,
+                k_blocks,
+                TILE_M,
+                TILE_N,
+                TILE_K,
+                EVEN_K,
+                walk.end - first_row,
+                TILE_M <= LOW_TILE,
+                DEPTH_FIRST,
+                scales=scales,
+                X_FIRST=C.SCALED,
+            )
             col = tile_col * TILE_N + tl.arange(0, TILE_N)
             target = products + row.to(tl.int64)[:, None] * cols + col[None, :]
             mask = (row < walk.end)[:, None] & (col < cols)[None, :]

@@ -124,8 +124,8 @@ def gather_partition(
             load_expert(
                 w_desc,
                 walk.expert,
-                sizes.cols,
-                sizes.depth,
+                sizes.weight.cols,
+                sizes.weight.depth,
                 col * TILE_N,
                 block * TILE_K,
                 ring.ready.index(at),
@@ -177,17 +177,7 @@ def dispatch_grouped_matmul_hopper_kernel(
 ):
     """Start the partitions."""
     sizes = Sizes(
-        max_tokens,
-        topk,
-        experts,
-        weight.cols,
-        weight.depth,
-        weight.pitch,
-        block_experts,
-        blocks,
-        num_producers,
-        tile_cols,
-        k_blocks,
+        max_tokens, topk, experts, weight, block_experts, blocks, num_producers, tile_cols, k_blocks
     )
     ring = make_ring(w_desc, w_desc, C.TILE_M, C.TILE_K, C.STAGES, 32 * GATHER_WARPS + 1)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)

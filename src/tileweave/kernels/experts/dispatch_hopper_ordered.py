@@ -105,7 +105,7 @@ def place_unit(
     layout: gl.constexpr,
 ):
     """Copy the tokens of those rows of [first, first + UNIT) that there are."""
-    pitch = sizes.pitch
+    pitch = sizes.weight.pitch
     for begin in range(first, gl.minimum(first + UNIT, total), AT_ONCE):
         row = begin + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
         there = row < total
@@ -201,8 +201,8 @@ def load_partition(
             load_expert(
                 w_desc,
                 walk.expert,
-                sizes.cols,
-                sizes.depth,
+                sizes.weight.cols,
+                sizes.weight.depth,
                 col * TILE_N,
                 block * TILE_K,
                 ring.ready.index(at),
@@ -257,17 +257,7 @@ def dispatch_grouped_matmul_ordered_kernel(
 ):
     """Start the partitions."""
     sizes = Sizes(
-        max_tokens,
-        topk,
-        experts,
-        weight.cols,
-        weight.depth,
-        weight.pitch,
-        block_experts,
-        blocks,
-        num_producers,
-        tile_cols,
-        k_blocks,
+        max_tokens, topk, experts, weight, block_experts, blocks, num_producers, tile_cols, k_blocks
     )
     ring = make_ring(rows_desc, w_desc, C.TILE_M, C.TILE_K, C.STAGES)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)

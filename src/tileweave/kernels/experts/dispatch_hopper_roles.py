@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
     max_tokens, topk, experts : tokens of a rank at most, choices of a token, experts of a rank.
 
-    cols, depth, pitch : as in :class:`Weight`.
+    weight : a :class:`Weight`.
 
     block_experts, blocks : experts between two signals, and signals of a source.
 
@@ -65,9 +65,7 @@ class Sizes(NamedTuple):
     max_tokens: Any
     topk: Any
     experts: Any
-    cols: Any
-    depth: Any
-    pitch: Any
+    weight: Any
     block_experts: Any
     blocks: Any
     num_producers: Any
@@ -118,7 +116,7 @@ class Choices(NamedTuple):
 
 
 # sizes of the routing and of the schedule; Triton specializes those of the weight
-UNSPECIALIZED = ["rank", *(name for name in Sizes._fields if name not in Weight._fields)]
+UNSPECIALIZED = ["rank", *(name for name in Sizes._fields if name != "weight")]
 
 
 @gluon.jit
@@ -135,8 +133,8 @@ def row_sources(tensors, slot, row, rank, sizes, WORLD_SIZE: gl.constexpr):
     token = gl.load(tensors.row_entry + row) // sizes.topk
     step = (rank + WORLD_SIZE - token // sizes.max_tokens) % WORLD_SIZE
     token = token % sizes.max_tokens
-    remote = ((step - 1).to(gl.int64) * sizes.max_tokens + token) * sizes.pitch
-    return gl.where(step == 0, tensors.x + token.to(gl.int64) * sizes.pitch, slot + remote)
+    remote = ((step - 1).to(gl.int64) * sizes.max_tokens + token) * sizes.weight.pitch
+    return gl.where(step == 0, tensors.x + token.to(gl.int64) * sizes.weight.pitch, slot + remote)
 
 
 @gluon.jit
@@ -234,7 +232,7 @@ def multiply_partition(tensors, y_desc, operands, peers, sizes, num_partitions, 
             first_row,
             walk.end,
             col * TILE_N,
-            sizes.cols,
+            sizes.weight.cols,
             -1,
             TILE_M,
             TILE_N,
@@ -266,7 +264,7 @@ def push_to(
     tokens ``place`` of its slot."""
     LANE: gl.constexpr = 128 // tensors.x.dtype.element_ty.primitive_bitwidth  # 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([LANE], [32], [PUSH_WARPS], [0])
-    x, pitch = tensors.x, sizes.pitch
+    x, pitch = tensors.x, sizes.weight.pitch
     bounds = tensors.send_offsets + peer * (sizes.experts + 1)
     target = (
         slots_at(peers, peer, x.dtype.element_ty)

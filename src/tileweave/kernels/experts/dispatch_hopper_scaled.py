@@ -97,8 +97,8 @@ def multiply_scaled_partition(
     TILE_N: gl.constexpr = C.TILE_N
     offsets, experts, tile_cols = tensors.offsets, sizes.experts, sizes.tile_cols
     ring, k_blocks = operands.ring, sizes.k_blocks
-    scale_cols = (sizes.cols + WIDTH - 1) // WIDTH
-    rows = RowScales(placement.x_scale, sizes.pitch // 4, 1, bound)
+    scale_cols = (sizes.weight.cols + WIDTH - 1) // WIDTH
+    rows = RowScales(placement.x_scale, sizes.weight.pitch // 4, 1, bound)
     epoch = load_epoch(peers)
     turn = 0
     count = 0
@@ -134,7 +134,7 @@ def multiply_scaled_partition(
             first_row,
             walk.end,
             col * TILE_N,
-            sizes.cols,
+            sizes.weight.cols,
             C.BY_TMA,
         )
         count += 1
@@ -167,17 +167,7 @@ def dispatch_grouped_matmul_scaled_kernel(
 ):
     """Start the partitions."""
     sizes = Sizes(
-        max_tokens,
-        topk,
-        experts,
-        weight.cols,
-        weight.depth,
-        weight.pitch,
-        block_experts,
-        blocks,
-        num_producers,
-        tile_cols,
-        k_blocks,
+        max_tokens, topk, experts, weight, block_experts, blocks, num_producers, tile_cols, k_blocks
     )
     ring = make_ring(rows_desc, w_desc, C.TILE_M, C.TILE_K, C.STAGES, 1, SHARERS)
     box0 = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)

@@ -45,7 +45,7 @@ no more programs than multiprocessors, so all of them run.
 
 FP8 tokens are *packed*: x and the slot are bytes [.., pitch], K of data, then the scales of each
 128 of them, so that one signal announces both (``ops/experts/scaled.py``). Tiles multiply K blocks
-by their scales (``device/triton/matmul.py: matmul_blocks``).
+by their scales (``device/triton/matmul.py: BlockScales``).
 
 Limits: x contiguous, experts along K or (``DEPTH_FIRST``) along N; fp32 accumulation. Rows of y
 from ``offsets[-1]`` on are not written.
@@ -64,7 +64,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_hip
 
-from tileweave.device.triton.matmul import BlockScales, matmul_blocks, matmul_tile
+from tileweave.device.triton.matmul import BlockScales, matmul_tile
 from tileweave.device.triton.peers import faulted, leave, load_epoch, notify_all, slots_at, wait
 from tileweave.device.triton.signal import MAX_SLICES, consume_token
 from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
@@ -247,29 +247,12 @@ def wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE: t
 
 
 @triton.jit
-def multiply_packed(a_rows, rows, tensors, weight, expert, col, tile_cols, token, C: tl.constexpr):
-    """A tile of packed rows of FP8, of which the first ``rows`` are stored, times the weight of
-    ``expert``."""
-    scales = BlockScales(
+def packed_scales(a_rows, tensors, weight, expert, col, tile_cols):
+    """The scales of a tile of packed rows of FP8, and of the weight of ``expert``."""
+    return BlockScales(
         (a_rows + weight.depth).to(tl.pointer_type(tl.float32)),
         1,
         tensors.w_scale + (expert.to(tl.int64) * tile_cols + col) * weight.k_blocks,
-    )
-    return matmul_blocks(
-        a_rows.to(tl.pointer_type(tl.float8e4nv)),
-        tensors.w + expert.to(tl.int64) * weight.stride_expert,
-        weight.stride_line,
-        scales,
-        col,
-        weight.cols,
-        weight.depth,
-        consume_token(0, token),
-        weight.k_blocks,
-        C.TILE_M,
-        C.TILE_N,
-        C.TILE_K,
-        rows,
-        C.TILE_M <= LOW_TILE,
     )
 
 
@@ -333,35 +316,29 @@ def dispatch_grouped_matmul_kernel(
         block = walk.expert // block_experts
         token = wait_steps(peers, rank, block, nearest, farthest, epoch, tile, WORLD_SIZE)
         if C.SCALED:
-            acc = multiply_packed(
-                a_rows,
-                walk.end - first_row,
-                tensors,
-                weight,
-                walk.expert,
-                col,
-                tile_cols,
-                token,
-                C,
-            )
+            scales = packed_scales(a_rows, tensors, weight, walk.expert, col, tile_cols)
+            a_rows = a_rows.to(tl.pointer_type(tl.float8e4nv))
         else:
-            acc = matmul_tile(
-                a_rows,
-                tensors.w + walk.expert.to(tl.int64) * weight.stride_expert,
-                weight.stride_line,
-                col,
-                cols,
-                depth,
-                consume_token(0, token),
-                weight.k_blocks,
-                TILE_M,
-                C.TILE_N,
-                C.TILE_K,
-                C.EVEN_K,
-                walk.end - first_row,
-                TILE_M <= LOW_TILE,
-                C.DEPTH_FIRST,
-            )
+            scales = None
+        acc = matmul_tile(
+            a_rows,
+            tensors.w + walk.expert.to(tl.int64) * weight.stride_expert,
+            weight.stride_line,
+            col,
+            cols,
+            depth,
+            consume_token(0, token),
+            weight.k_blocks,
+            TILE_M,
+            C.TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            walk.end - first_row,
+            TILE_M <= LOW_TILE,
+            C.DEPTH_FIRST,
+            scales=scales,
+            X_FIRST=C.SCALED,
+        )
         store_rows(acc, tensors.y, peers, first_row, walk.end, col, cols, TILE_M, C.TILE_N)
         tile = following
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)

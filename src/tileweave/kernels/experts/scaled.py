@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.matmul import BlockScales, matmul_blocks
+from tileweave.device.triton.matmul import BlockScales, matmul_tile
 from tileweave.kernels.experts.tiles import LOW_TILE, first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
 
@@ -82,11 +82,10 @@ def grouped_scaled_kernel(tensors, sizes, C: tl.constexpr):
             sizes.scale_block,
             tensors.w_scale + (expert * tile_cols + tile_col) * k_blocks,
         )
-        acc = matmul_blocks(
+        acc = matmul_tile(
             tensors.x + source * sizes.pitch,
             tensors.w + expert * cols * depth,
             depth,
-            scales,
             tile_col,
             cols,
             depth,
@@ -95,8 +94,11 @@ def grouped_scaled_kernel(tensors, sizes, C: tl.constexpr):
             TILE_M,
             TILE_N,
             C.TILE_K,
+            False,
             walk.end - first_row,
             TILE_M <= LOW_TILE,
+            scales=scales,
+            X_FIRST=True,
         )
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         mask = (row < walk.end)[:, None] & (col < cols)[None, :]

@@ -100,7 +100,6 @@ from tileweave.device.triton import signal
 from tileweave.device.triton.matmul import (
     BlockScales,
     give_part,
-    matmul_blocks,
     matmul_tile,
     part_offsets,
     take_parts,
@@ -406,37 +405,26 @@ def matmul_reduce_scatter_kernel(
         a_rows = x + read.to(tl.int64) * sizes.stride_x
         if C.SCALED == 2:
             of_cols = scales.w + (tile_col * TILE_N // 128) * k_blocks
-            acc = matmul_blocks(
-                a_rows,
-                w,
-                sizes.stride_w,
-                BlockScales(scales.x + read, sizes.height, of_cols),
-                tile_col,
-                cols,
-                sizes.depth,
-                k_begin,
-                k_end,
-                TILE_M,
-                TILE_N,
-                C.TILE_K,
-            )
+            of_blocks = BlockScales(scales.x + read, sizes.height, of_cols)
         else:
-            acc = matmul_tile(
-                a_rows,
-                w,
-                sizes.stride_w,
-                tile_col,
-                cols,
-                sizes.depth,
-                k_begin,
-                k_end,
-                TILE_M,
-                TILE_N,
-                C.TILE_K,
-                C.EVEN_K,
-                DEPTH_FIRST=C.DEPTH_FIRST,
-                PROMOTE=C.PROMOTE,
-            )
+            of_blocks = None
+        acc = matmul_tile(
+            a_rows,
+            w,
+            sizes.stride_w,
+            tile_col,
+            cols,
+            sizes.depth,
+            k_begin,
+            k_end,
+            TILE_M,
+            TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            DEPTH_FIRST=C.DEPTH_FIRST,
+            PROMOTE=C.PROMOTE,
+            scales=of_blocks,
+        )
         owner, helpers = part_range(share, tile)
         if program != owner:
             give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)

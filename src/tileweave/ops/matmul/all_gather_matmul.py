@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,6 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
-    explain_matmul,
     out_as_rows,
     plan_for,
     sequence_first,
@@ -384,9 +383,6 @@ def _passed(
     return grad, grad_gathered if ctx.keep else None, x, w, gathered, ctx.group_name
 
 
-explain_one = explain_matmul(_as_called, check_inputs, plan)
-
-
 def explain(
     x: torch.Tensor,
     w: torch.Tensor | Sequence[torch.Tensor],
@@ -415,7 +411,10 @@ def explain(
         call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.explain(OP, call, bias, group)
     if cols is None and main_grad is None and isinstance(w, torch.Tensor):
-        return explain_one(x, w, bias, group, out=out)
+        name, one = name_of(group), cast(torch.Tensor | None, bias)  # a list is refused
+        rows, flat = _as_called(x, w, one, out, name)
+        check_inputs(rows, w, one, flat, rank_and_size(name)[1])
+        return plan(rows, w, known_topology_of(name))
     o = as_operands(x, w, bias, main_grad, cols, out)
     several.check_inputs(o.rows, o.w, o.bias, o.cols)
     chosen = several.plan(o.rows, o.w, o.cols, known_topology_of(name_of(group)))

@@ -51,7 +51,7 @@ def explain_exchange(
     check: Callable[..., None],
     plan: Callable[..., Plan],
 ) -> Callable[..., Plan]:
-    """As :func:`inputs.explain_matmul`, with the two dimensions.
+    """Make ``explain`` of an operator over x, w and bias, with the two dimensions.
 
     ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` returns the exchange, and x
     and out as rows; ``check(x, w, bias, how, out, size)`` raises; ``plan(x, w, how, size)`` plans.

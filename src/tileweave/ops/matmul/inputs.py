@@ -1,4 +1,4 @@
-"""Checks and plans of the matmul operators, and their ``explain``.
+"""Checks and plans of the matmul operators.
 
 Sizes have the names that operators use: x [rows, K] of this rank, w [cols, K] in
 ``torch.nn.Linear`` layout, bias [cols].
@@ -18,9 +18,8 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core import tuned_choices
 from tileweave.ops.core.debug_agreement import check_together
-from tileweave.ops.core.nodes import known_topology_of, spans_nodes, topology_of
+from tileweave.ops.core.nodes import spans_nodes, topology_of
 from tileweave.ops.core.registry import (
-    Group,
     checksum_of,
     contiguous,
     debugging,
@@ -28,8 +27,6 @@ from tileweave.ops.core.registry import (
     interpreting,
     log_fallback,
     machine_of,
-    name_of,
-    rank_and_size,
     workspace_of,
 )
 from tileweave.planning import choices
@@ -460,31 +457,3 @@ def accept(
 
 def _facts(t: torch.Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, t.get_device()
-
-
-def explain_matmul(
-    as_called: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    check: Callable[..., None],
-    plan: Callable[..., Plan],
-) -> Callable[..., Plan]:
-    """Make ``explain`` of an operator over x, w and bias.
-
-    ``as_called(x, w, bias, out, group_name)`` returns x and out as rows; ``check(x, w, bias, out,
-    size)`` raises; ``plan(x, w, topology)`` plans.
-    """
-
-    def explain(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        group: Group | None = None,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> Plan:
-        name = name_of(group)
-        size = rank_and_size(name)[1]
-        rows, flat = as_called(x, w, bias, out, name)
-        check(rows, w, bias, flat, size)
-        return plan(rows, w, known_topology_of(name))
-
-    return explain

@@ -49,7 +49,6 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
-    explain_matmul,
     out_as_rows,
     plan_for,
     sequence_first,
@@ -388,9 +387,6 @@ def _passed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, *ctx.saved_tensors, ctx.group_name, ctx.depth
 
 
-explain_rows = explain_matmul(_as_called, check_inputs, plan)
-
-
 def explain(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -418,12 +414,9 @@ def explain(
             return training.explain(OP, x, w, bias, scaling, group)
         call = calls.as_called(OP, x, w, scaling, out, _ALLOWED, refused)
         return fp8.explain(OP, call, bias, group)
-    if depth is None and main_grad is None:
-        return explain_rows(x, w, bias, group, out=out)
     name = name_of(group)
-    size = rank_and_size(name)[1]
     rows, flat = _as_called(x, w, bias, out, name, depth, main_grad)
-    check_inputs(rows, w, bias, flat, size, depth or 0)
+    check_inputs(rows, w, bias, flat, rank_and_size(name)[1], depth or 0)
     return plan(rows, w, known_topology_of(name), depth or 0)
 
 
