@@ -93,9 +93,10 @@ def parallelize(
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others; any
-    gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. Stacked experts of transformers are sharded by expert:
-    tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
-    ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
+    gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. With fewer
+    heads of keys and values than ranks, ranks share a head. Stacked experts of transformers are
+    sharded by expert: tokens are sent to them. The state_dict keeps the names and shapes of
+    ``model``. ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
     Parameters
     ----------
