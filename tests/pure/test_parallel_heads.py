@@ -9,7 +9,7 @@ from torch import nn
 
 from tileweave.parallel.attentions import ATTENTIONS, Attention, class_path
 from tileweave.parallel.fused import copies_of
-from tileweave.parallel.heads import counts_of, head_size, shared_keys
+from tileweave.parallel.heads import Heads, counts_of, head_size, shared_keys
 from tileweave.parallel.plans import Block
 
 
@@ -62,6 +62,16 @@ def test_layers_of_keys_and_values_are_shared(sizes: dict[str, int], found: dict
     ):
         want = {f"self.{name}": copies for name, copies in found.items()}
         assert shared_keys(outer, inner, {}, 4) == want
+
+
+def test_a_module_that_is_an_attention_and_an_mlp() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    module = attention(dict.fromkeys((*names, "up_proj"), 8), head_dim=8, n_rep=4)
+    blocks = [Block("", names, "o_proj"), Block("", ("up_proj",), "down_proj")]
+    for order in (blocks, blocks[::-1]):
+        found = Heads.of(module, order, [], {}, 2)
+        assert found.shared == {"k_proj": 2, "v_proj": 2}
+        assert found.counts == {"": {"n_rep": (4, 2)}}
 
 
 def test_numbers_of_heads_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,11 @@ class Heads:
         size: int,
     ) -> Heads:
         """The heads of the attentions in ``blocks`` and around ``fused``, over ``size`` ranks."""
-        found = {block.path: shared_keys(model, block, styles, size) for block in blocks}
-        found |= {layer.path: layer.copies_by_path() for layer in fused}
+        parts = [(block.path, shared_keys(model, block, styles, size)) for block in blocks]
+        parts += [(layer.path, layer.copies_by_path()) for layer in fused]
+        found: dict[str, dict[str, int]] = {}
+        for path, own in parts:  # a module may be an attention and an MLP
+            found.setdefault(path, {}).update(own)
         counts = {
             path: counts_of(model.get_submodule(path), max(own.values(), default=1), size)
             for path, own in found.items()
