@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.functional import silu
 
 from tileweave.errors import InputError
+from tileweave.nn.linear import class_path
 from tileweave.parallel import checks, join_projections
-from tileweave.parallel.attentions import ATTENTIONS, Attention, class_path
+from tileweave.parallel.attentions import ATTENTIONS, Attention
 from tileweave.parallel.checks import counts_heads
 from tileweave.parallel.fused import FusedLayer, OwnHeads, SplitLinear, fused_layer, split
 from tileweave.parallel.heads import counts_of

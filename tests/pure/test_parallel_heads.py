@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tileweave.parallel.attentions import ATTENTIONS, Attention, class_path
+from tileweave.nn.linear import class_path
+from tileweave.parallel.attentions import ATTENTIONS, Attention
 from tileweave.parallel.fused import copies_of
 from tileweave.parallel.heads import Heads, counts_of, head_size, shared_keys
 from tileweave.parallel.plans import Block

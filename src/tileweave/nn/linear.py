@@ -100,15 +100,19 @@ _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 _TURNED = ("transformers.pytorch_utils.Conv1D",)  # its weight is [in, out]
 
 
+def class_path(module: object) -> str:
+    """Module and name of the class of ``module``."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def is_turned(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer with a weight [in, out], as of GPT-2."""
-    return f"{type(module).__module__}.{type(module).__qualname__}" in _TURNED
+    return class_path(module) in _TURNED
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is an ``nn.Linear``, or of another class that computes the same."""
-    name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return type(module) is nn.Linear or name in (*_LINEAR, *_TURNED)
+    return type(module) is nn.Linear or class_path(module) in (*_LINEAR, *_TURNED)
 
 
 def name_features(module: Any) -> None:

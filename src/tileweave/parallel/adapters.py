@@ -19,9 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, multiply
+from tileweave.nn.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    class_path,
+    multiply,
+)
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.attentions import class_path
 from tileweave.parallel.fused import SplitLinear, is_adapter
 from tileweave.parallel.plans import Block, is_column, is_row
 from tileweave.parallel.shared_input import SharedColumn

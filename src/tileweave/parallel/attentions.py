@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tileweave.nn.linear import class_path
+
 Sizes = dict[str, int]
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -123,11 +125,6 @@ ATTENTIONS = {
         ),
     }.items()
 }
-
-
-def class_path(module: object) -> str:
-    """Module and name of the class of ``module``."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def known_attention(module: object) -> Attention | None:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tileweave.errors import InputError, require
-from tileweave.nn.linear import ParallelLinear, is_linear
+from tileweave.nn.linear import ParallelLinear, class_path, is_linear
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.attentions import class_path, known_attention
+from tileweave.parallel.attentions import known_attention
 from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     FusedLayer,

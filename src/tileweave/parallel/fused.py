@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from tileweave.errors import InputError, require
-from tileweave.nn.linear import is_linear, is_turned, name_features
+from tileweave.nn.linear import class_path, is_linear, is_turned, name_features
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import checks_types_first, reading
-from tileweave.parallel.attentions import QKV, class_path, known_attention
+from tileweave.parallel.attentions import QKV, known_attention
 
 # What a forward with made-up numbers may raise.
 FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
@@ -273,8 +273,7 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
     if known is not None and sizes is not None:
         if sum(sizes.values()) != layer.out_features:
             return "its features are not those of its heads"
-        head = module.head_dim if hasattr(module, "head_dim") else None
-        ranks = copies_of(sizes[KEY], head, size)
+        ranks = copies_of(sizes[KEY], getattr(module, "head_dim", None), size)
         copies: dict[str, int] = dict.fromkeys((KEY, VALUE), ranks) if ranks > 1 else {}
         return FusedLayer(path, name, known.row, sizes, copies)
     return f"the forward of {type(module).__name__} is not known to take heads of one rank"

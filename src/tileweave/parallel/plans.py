@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from tileweave.errors import InputError, require
-from tileweave.nn.linear import is_linear
-from tileweave.parallel.attentions import class_path, known_attention, takes_equal_parts
+from tileweave.nn.linear import class_path, is_linear
+from tileweave.parallel.attentions import known_attention, takes_equal_parts
 from tileweave.parallel.fused import (
     FUSED,
     GATE_UP,

@@ -86,19 +86,15 @@ class Colwise(ParallelStyle):
         self._check_copies()
 
     def _check_copies(self) -> None:
-        numbers: Any = self.copies
-        if isinstance(self.copies, Mapping):
-            require(
-                self.copies.keys() <= {*(self.parts or ())},
-                f"copies of {', '.join(self.copies)}",
-                f"the parts: {', '.join(self.parts or ()) or 'none'}",
-                "name parts, or pass a number",
-            )
-            numbers = self.copies.values()
-        else:
-            numbers = (self.copies,)
+        by_part = self.copies if isinstance(self.copies, Mapping) else {}
         require(
-            all(number >= 1 for number in numbers),
+            by_part.keys() <= {*(self.parts or ())},
+            f"copies of {', '.join(by_part)}",
+            f"the parts: {', '.join(self.parts or ()) or 'none'}",
+            "name parts, or pass a number",
+        )
+        require(
+            all(number >= 1 for number in (self.copies_of(""), *by_part.values())),
             f"copies={self.copies!r}",
             "1 or more ranks for the same features",
             "pass world size / heads",
