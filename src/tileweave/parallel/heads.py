@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.parallel.attentions import known_attention
+from tileweave.parallel.attentions import known_attention, takes_equal_parts
 from tileweave.parallel.fused import FusedLayer, copies_of
 from tileweave.parallel.plans import Block
 from tileweave.parallel.styles import Colwise
@@ -30,13 +30,11 @@ def head_size(module: Any) -> int | None:
     """Features of a head of the linear layers of ``module``, or of all that is next to each other
     there; None if it does not tell."""
     known = known_attention(module)
-    if known is not None and known.layer and known.sizes(module) is None:
+    if known is not None and known.layer and takes_equal_parts(module, known.layer):
         return known.together(module)
     head = getattr(module, "head_dim", getattr(module, "head_size", None))
     head = getattr(module, "attention_head_size", head)
-    if not isinstance(head, int) or head < 1:
-        return None
-    return head
+    return head if isinstance(head, int) and head > 0 else None
 
 
 def shared_keys(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -358,7 +359,8 @@ def _tried(
         if named is not None:
             check_between(model, tried, named)
         tried.counts = heads.counts.get(path, {})
-        module, known = model.get_submodule(path), known_attention(model.get_submodule(path))
+        module = model.get_submodule(path)
+        known = known_attention(module)
         # what has numbers for the heads of one rank cannot be tried with those of all
         by_head = known is not None and bool(known.by_head)
         tried.done = by_head or (not tried.counts and counts_heads(module))
@@ -371,7 +373,8 @@ def _parts(model: nn.Module, path: str, style: str | ParallelStyle, heads: Heads
     if isinstance(style, Colwise) and style.parts:
         return tuple((n, style.copies_of(part)) for part, n in style.parts.items())
     copies = style.copies_of("") if isinstance(style, Colwise) else heads.shared.get(path, 1)
-    return ((model.get_submodule(path).out_features, copies),) if copies > 1 else ()  # type: ignore[return-value]
+    layer: Any = model.get_submodule(path)
+    return ((layer.out_features, copies),) if copies > 1 else ()
 
 
 def _style(style: str | ParallelStyle, sequence_dim: int | None, copies: int) -> ParallelStyle:
