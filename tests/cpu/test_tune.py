@@ -96,8 +96,8 @@ def test_shapes_are_measured_kept_and_planned_by(
 
 
 def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own config is forced in the check and in each timed call; one that is wrong has no time,
-    and one at the bound of the error is right."""
+    """Its own config is forced when it is compiled, checked and timed; one that is wrong has no
+    time, and one at the bound of the error is right."""
     op, device = "matmul_all_reduce", torch.device("cpu")
     member: Any = SimpleNamespace(world_size=2, device=device, group="group", rank=0)
     case, checked, ran, said, names = of_sizes(op, 8, 16, 32, "float32"), [], [], [], []
@@ -119,16 +119,27 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
             function()
         return {name: SimpleNamespace(median_us=float(at)) for at, name in enumerate(functions)}
 
+    def compiles(name: str, on: object, calls: list[Any]) -> None:
+        assert (name, on, checked) == ("name", device, [])
+        for each in calls:
+            each()
+        compiled.extend(ran)
+        ran.clear()
+
+    compiled: list[Any] = []
     made = SimpleNamespace(functions={OURS: call}, errors=errors, dtype=torch.float32)
     samples = SimpleNamespace(rival=lambda *given: given == (case, member, (OURS,), 7) and made)
     forget = mock.Mock()
     monkeypatch.setattr(measure, "samples_of", lambda name: {op: samples}[name])
     monkeypatch.setattr(measure, "worst", lambda error, on, group: error)
     monkeypatch.setattr(measure, "forget_case", forget)
+    monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
+    monkeypatch.setattr(measure, "compile_calls", compiles)
     monkeypatch.setattr(measure, "measure", timed)
     found, refused = measure.measure_case(member, case, 7, (right, wrong), 3, said.append)
-    assert (checked, ran) == ([None, right, wrong], [None, right])
-    assert said == [f"checks candidate {number} of 3" for number in (1, 2, 3)]
+    assert (compiled, checked, ran) == ([right, wrong], [None, right, wrong], [None, right])
+    checks = [f"checks candidate {number} of 3" for number in (1, 2, 3)]
+    assert said == ["compiles 2 candidates", *checks]
     assert found.us == {None: 0.0, right: 1.0} and refused == {wrong: 2 * bound}
     assert names == ["unfused", f"1: {right}"]
     forget.assert_called_once_with(member)

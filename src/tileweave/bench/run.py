@@ -13,7 +13,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,9 @@ from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.bench.summary import summary_of
 from tileweave.files import write_text
 from tileweave.launcher import Member
+from tileweave.ops.core.nodes import topology_of
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.matmul.warmup import compile_calls, has_kernel
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
 from tileweave.profile.timing import measure
@@ -77,6 +80,7 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
     method = (
         "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
     )
+    _compile_ahead(member, options)
     return run_cases(
         member,
         options,
@@ -84,6 +88,24 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
         partial(_bench_case, uncapturable={}),
         lambda entry: f", {entry['plan']}",
     )
+
+
+def _compile_ahead(member: Member, options: Options) -> None:
+    """Compile what the cases launch, in parallel: one by one each takes seconds. Collective."""
+    topology_of(member.group, member.device)  # plans depend on it
+    cases = options.cases()
+
+    def calls() -> Iterator[Callable[[], object]]:
+        for case in cases:
+            made = samples_of(case.op).rival(case, member, (OURS,), 0)
+            if has_kernel(made.plan().config):
+                yield made.functions[OURS]
+
+    with Steps(f"bench {options.op}", 1, show=member.rank == 0) as steps:
+        steps.now("kernels of all cases")
+        compile_calls(name_of(member.group), member.device, calls())
+        steps.done("compiled")
+    forget_case(member)
 
 
 def bench_several(member: Member, several: list[Options]) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ from tileweave.bench.run import forget_case
 from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.matmul.warmup import compile_calls, has_kernel
 from tileweave.planning.choices import forced
 from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Problem
@@ -48,6 +50,9 @@ def measure_case(
     ours, device = made.functions[OURS], member.device
     problem = problem_of(case, member.world_size)
     configs: list[MatmulConfig | None] = [None, *tried]
+    progress(f"compiles {len(tried)} candidates")
+    compiled = [_forcing(case.op, config, ours) for config in tried if has_kernel(config)]
+    compile_calls(name_of(member.group), device, compiled)
     wrong: dict[MatmulConfig | None, float] = {}
     functions: dict[str, Callable[[], object]] = {}
     by_name: dict[str, MatmulConfig | None] = {}

@@ -8,6 +8,7 @@ rows first, so that memory is reserved once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,38 +125,38 @@ def warm_up(
     sizes = as_sizes(rows)
     descending = sorted({*sizes}, reverse=True)
     topology_of(group_of(name_of(group)), x.device)  # plans depend on it
-    _compile(x, [n for n in descending if _has_kernel(plan(x[:n]))], call, name_of(group))
+    with_kernel = [n for n in descending if has_kernel(plan(x[:n]).config)]
+    if with_kernel:
+        calls = (partial(call, x[:n], False) for n in with_kernel)
+        compile_calls(name_of(group), x.device, calls)
     for n in descending:
         call(x[:n], backward)
     return {n: plan(x[:n]) for n in sizes}
 
 
-def _has_kernel(plan: Plan) -> bool:
-    """Whether its call can be compiled by this rank alone."""
-    return plan.config is not None and not getattr(plan.config, "multiplies_chunks", False)
+def has_kernel(config: object) -> bool:
+    """Whether a call of this config can be compiled by this rank alone."""
+    return config is not None and not getattr(config, "multiplies_chunks", False)
 
 
-def _compile(
-    x: torch.Tensor,
-    sizes: list[int],
-    call: Callable[[torch.Tensor, bool], None],
-    group_name: str,
+def compile_calls(
+    group_name: str, device: torch.device, calls: Iterable[Callable[[], object]]
 ) -> None:
-    """Compile the kernels of forward calls of these rows."""
-    if not sizes:
-        return
+    """Compile the kernels of ``calls`` in parallel: each is made once, over a transport that sends
+    nothing, and launches nothing of ours. Each has a kernel: unfused calls would run, and wait for
+    peers."""
     from tileweave.kernels.runtime.compile_all import compile_all
     from tileweave.kernels.runtime.launch import collect_launches
 
     rank, world_size = rank_and_size(group_name)
-    machine, ranks = machine_of(x.device), known_topology_of(group_name)
+    machine, ranks = machine_of(device), known_topology_of(group_name)
     with (
         torch.no_grad(),
-        compile_only(group_name, x.device, rank, ranks, machine),
+        compile_only(group_name, device, rank, ranks, machine),
         collect_launches() as launches,
     ):
-        for n in sizes:
-            call(x[:n], False)
+        for call in calls:
+            call()
         compile_all(launches, rank, world_size)
 
 
