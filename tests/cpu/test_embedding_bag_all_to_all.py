@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.embedding import Case
 from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
+from tileweave.ops.embedding import bag_all_to_all_fused as fused
 from tileweave.planning.sharding import EmbeddingConfig
 
 CONFIG = EmbeddingConfig(4, 2, 1, 2, 1)
@@ -56,6 +58,29 @@ def test_other_cuts(worlds: Worlds, config: EmbeddingConfig) -> None:
         [CASES["mean"], CASES["giant"], replace(CASES["mixed_dims"], batch=9)],
         config,
     )
+
+
+def tables_one_by_one(me: Member) -> None:
+    """As on a GPU where L2 holds each of the tables, but not all of them."""
+    alternate, chosen = EmbeddingConfig(2, 2, 1, 2, 1, run=2), []
+
+    def launcher(*given: Any) -> Any:
+        chosen.append(given[-1].run)
+        return made(*given)
+
+    made = fused._launcher
+    case = Case(((8, 8, 8), (8, 8)), 40)
+    with (
+        mock.patch.object(fused, "_launcher", launcher),
+        mock.patch.object(fused, "l2", lambda device: 600),
+    ):
+        embedding.parity(me, [case, replace(case, rows=1), replace(case, rows=99)], alternate)
+    # one after the other; all fit; none fits
+    assert chosen == [0, 0, 2, 2, 0, 2, 2], chosen
+
+
+def test_tables_one_by_one(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(tables_one_by_one)
 
 
 def test_public_calls(worlds: Worlds) -> None:

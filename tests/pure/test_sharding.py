@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 import tileweave as tw
 from tileweave.ops.embedding.bag_all_to_all_fused import group_of, spans_of
-from tileweave.planning.sharding import EmbeddingLayout, TableSpec, gradient_carrier, plan_sharding
+from tileweave.planning.sharding import (
+    EmbeddingConfig,
+    EmbeddingLayout,
+    TableSpec,
+    gradient_carrier,
+    order_tables,
+    plan_sharding,
+)
 
 # MLPerf's DLRM-v2
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -147,3 +155,28 @@ def test_adjacent_tables_are_one_copy() -> None:
 def test_gradient_carrier(dims: tuple[int, ...], batch: int, carrier: str) -> None:
     layout = EmbeddingLayout.in_rank_order([dims] * 4)
     assert gradient_carrier(layout, batch, 4) == carrier
+
+
+MIB = 1 << 20
+IN_TURNS = EmbeddingConfig(8, 4, run=64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "mib", "run"),
+    [
+        pytest.param(54782, (44551,) * 14, (27,) * 14, 0, id="each fits L2"),
+        pytest.param(97176, (636339,) * 11, (78,) * 11, 0, id="a good part of each fits L2"),
+        pytest.param(54782, (1000,) * 14, (3,) * 14, 64, id="all fit L2 together"),
+        pytest.param(65536, (1_000_000, 20), (488, 1), 64, id="one is far too large"),
+        pytest.param(5568, (326056,) * 21, (99,) * 21, 64, id="rows are read once or never"),
+        pytest.param(8, (), (), 64, id="no tables"),
+    ],
+)
+def test_tables_that_fit_l2_one_by_one_follow_each_other(
+    batch: int, rows: tuple[int, ...], mib: tuple[int, ...], run: int
+) -> None:
+    nbytes = [count * MIB for count in mib]
+    assert order_tables(IN_TURNS, batch, rows, nbytes, 60 * MIB) == replace(IN_TURNS, run=run)
+    assert order_tables(IN_TURNS, batch, rows, nbytes, 0) == IN_TURNS, "L2 is not known"
+    whole_rows = replace(IN_TURNS, run=1)
+    assert order_tables(whole_rows, batch, rows, nbytes, 60 * MIB) == whole_rows

@@ -23,6 +23,7 @@ from tileweave.planning.problem import FUSED_WORLD_SIZES, Plan
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
 # Bytes of a row and of a table's part from which on copy engines are used.
 NARROWEST_COPY, LEAST_COPY = 256, 1 << 20
+_MOST_OF_L2 = 4  # a larger table gains little from L2, and alternates with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,33 @@ def _interleaved(config: EmbeddingConfig) -> EmbeddingConfig:
     """``config`` with tables in turns. A table that reads much leaves the links idle, one that
     reads little leaves the memory idle."""
     return replace(config, run=config.run or 64)
+
+
+def order_tables(
+    config: EmbeddingConfig,
+    batch: int,
+    rows: Sequence[int],
+    nbytes: Sequence[int],
+    l2_bytes: int,
+) -> EmbeddingConfig:
+    """``config``, with one table after the other where most rows are then found in L2.
+
+    So it is where L2 does not hold all tables together, but each of them, or a good part of it, and
+    a call reads rows several times. Else tables alternate, which balances unequal bags.
+
+    Parameters
+    ----------
+    batch : bags of each table.
+
+    rows, nbytes : of each table.
+
+    l2_bytes : the size of L2; 0 if it is not known.
+    """
+    if config.run <= 1 or sum(nbytes) <= l2_bytes or max(nbytes) > _MOST_OF_L2 * l2_bytes:
+        return config
+    if 2 * batch * config.unroll * len(rows) < sum(rows):  # bags have unroll rows or more
+        return config
+    return replace(config, run=0)
 
 
 def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,13 @@ from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, w
 from tileweave.ops.embedding.call import BACKWARD, OP, Call
 from tileweave.ops.embedding.table_gradient import copied, keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
-from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
+from tileweave.planning.sharding import (
+    EmbeddingConfig,
+    EmbeddingLayout,
+    gradient_carrier,
+    order_tables,
+    rows_of,
+)
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import Instance
 
@@ -61,6 +67,14 @@ def meta_of(
         found = cache[key] = copied(words, device)
     keep_for_graphs(found)
     return found
+
+
+@cache
+def l2(device: torch.device) -> int:
+    """Bytes of L2; 0 where torch does not say."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +116,8 @@ def prepare(call: Call, config: EmbeddingConfig, node: int = 0) -> Prepared:
     meta = meta_of(metas, call.tables, columns, device, transport.capturing())
     peers = endpoint(instance, out_dtype)
     samples = kernel.Samples(batch, chunk, width, batch - skipped)
+    rows, nbytes = [t.shape[0] for t in call.tables], [t.nbytes for t in call.tables]
+    config = order_tables(config, batch, rows, nbytes, l2(device))
     launch = _launcher(instance, peers, call, columns, samples, config)
     return Prepared(instance, peers, meta, launch, skipped, end - begin, width)
 
