@@ -414,6 +414,41 @@ def test_measurements_nearby_correct_a_prediction() -> None:
         choices.clear()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_a_tuner_gave_no_time_is_never_planned(fp8: bool) -> None:
+    """Its result was wrong on this machine, however fast it is elsewhere."""
+    p = problem(2, rows=1040, cols=5056, depth=4160, dtype="bfloat16")
+    if fp8:
+        p = replace(p, itemsize=1, dtype="float8_e4m3fn", scales="row")
+    wrong, slower = plan_all_gather_matmul(p, H200, False).candidates[:2]
+    times = {None: 900 * slower.predicted_us, slower.config: 800 * slower.predicted_us}
+    try:
+        choices.install([Measurement("all_gather_matmul", p, times)])
+        plan = plan_all_gather_matmul(p, H200, False)
+        assert plan.config == slower.config != wrong.config
+        assert {one.config for one in plan.candidates} == {None, slower.config}
+        near = plan_all_gather_matmul(replace(p, cols=5184), H200, False)
+        assert wrong.config in {one.config for one in near.candidates}
+    finally:
+        choices.clear()
+
+
+def test_rows_at_odd_multiples_of_16_bytes_are_planned_as_tuned() -> None:
+    p = problem(2, rows=2042, cols=5000, depth=5000, dtype="bfloat16")
+    untuned = plan_all_gather_matmul(p, H200, False)
+    copying = next(
+        one.config
+        for one in untuned.candidates
+        if one.config and one.config.kernel == "hopper" and one.config.transport == "copy_engine"
+    )
+    assert untuned.config != copying
+    try:
+        choices.install([Measurement("all_gather_matmul", p, {None: 900.0, copying: 500.0})])
+        assert plan_all_gather_matmul(p, H200, False).config == copying
+    finally:
+        choices.clear()
+
+
 def test_shards_beyond_32_bits_are_unfused() -> None:
     plans = [
         plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False)

@@ -55,7 +55,7 @@ def test_what_is_planned_unfused_is_simulated_unfused() -> None:
     config = fused_config(SCATTER, problem, MACHINE)
     assert before.fused < before.unfused
     try:
-        choices.install([Measurement(SCATTER, problem, {None: 1.0})])
+        choices.install([Measurement(SCATTER, problem, {None: 1.0, config: 2.0})])
         assert plan_matmul_reduce_scatter(problem, MACHINE, False).path == "unfused"
         ops = Operators(FOUR)
         after = ops.matmul_scatter("reduce_scatter", 4, *shape)

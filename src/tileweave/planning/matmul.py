@@ -283,7 +283,8 @@ def _predicted(op: str, p: Problem, machine: Machine) -> Plan[MatmulConfig]:
     if best is unfused:
         return _planned(None, f"{reason}; the next takes {found[1].expected_us:.1f}", found)
     config, change = best.config, ""
-    if op == "all_gather_matmul" and config is not None and p.depth * p.itemsize % 32 and not p.fp8:
+    odd = op == "all_gather_matmul" and p.depth * p.itemsize % 32 and not p.fp8
+    if odd and config is not None and best.measured_us is None:
         config, change = _config_for_odd_rows(config, p)
     if config != best.config:
         reason = f"{reason}; {change}, {_ODD_ROWS}"

@@ -116,7 +116,8 @@ class Planner:
 
     def predictions(self, p: Problem) -> tuple[Predicted, ...]:
         """All candidates that were measured before, and the unfused path; fastest first. Of FP8
-        operands also the other ones of cuBLAS, and kernels that were measured with 16 bits."""
+        operands also the other ones of cuBLAS, and kernels that were measured with 16 bits. Of a
+        problem that a tuner measured here, only what has a time: others gave wrong results."""
         untried = p.fp8 and self.machine.hopper
         known = [
             c
@@ -126,6 +127,8 @@ class Planner:
         ]
         measured = choices.find(self.op, p)
         times = {} if measured is None else measured.us
+        if measured is not None:
+            known = [c for c in known if c in times]
         found = [
             Predicted(config, round(self.predict(p, config) * 1e6, 3), times.get(config))
             for config in (None, *known)
