@@ -292,7 +292,9 @@ def bench(
     seconds: Annotated[
         float,
         typer.Option(
-            min=1, callback=finite, help="Start no new case after that many seconds per operator."
+            min=1,
+            callback=finite,
+            help="Start no new case so many seconds per operator after kernels are compiled.",
         ),
     ] = 900.0,
     json: Annotated[
