@@ -223,7 +223,7 @@ def order_tables(
     """``config``, with one table after the other where most rows are then found in L2.
 
     So it is where L2 does not hold all tables together, but each of them, or a good part of it, and
-    a call reads rows several times. Else tables alternate, which balances unequal bags.
+    rows are read several times. Else tables alternate, which balances unequal bags.
 
     Parameters
     ----------

@@ -135,16 +135,18 @@ def warm_up(
 
 
 def has_kernel(config: object) -> bool:
-    """Whether a call of this config can be compiled by this rank alone."""
+    """Whether calls of this config can be compiled by this rank alone."""
     return config is not None and not getattr(config, "multiplies_chunks", False)
 
 
 def compile_calls(
     group_name: str, device: torch.device, calls: Iterable[Callable[[], object]]
 ) -> None:
-    """Compile the kernels of ``calls`` in parallel: each is made once, over a transport that sends
-    nothing, and launches nothing of ours. Each has a kernel: unfused calls would run, and wait for
-    peers."""
+    """Compile the kernels of ``calls`` in parallel.
+
+    Each is made once, over a transport that sends nothing, and its kernels are not launched. Their
+    plans must be such that :func:`has_kernel`: others would run, and wait for peers.
+    """
     from tileweave.kernels.runtime.compile_all import compile_all
     from tileweave.kernels.runtime.launch import collect_launches
 
