@@ -1,0 +1,182 @@
+"""Judge plans by measured times, and add times to those that the package plans by.
+
+    python tools/judge_plans.py left-out
+    python tools/judge_plans.py new CACHE.json ...
+    python tools/judge_plans.py new CACHE.json ... --add
+
+``left-out`` plans each shape of ``planning/measured/`` by the times of all others: how good plans
+of shapes are that were never measured. ``new`` plans the shapes of files that ``tileweave tune``
+wrote, of which the package has no time; with ``--add`` it adds their times to the package's. Both
+print how much longer the planned candidate takes than the fastest one: geometric mean, the worst,
+and how many are above 1.12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tileweave.errors import InputError
+from tileweave.planning import cache, measurements
+from tileweave.planning.costs import DEVICES
+from tileweave.planning.machine import H200
+from tileweave.planning.measurements import Measurement, packaged, write_measurements
+from tileweave.planning.planner import Planner
+from tileweave.planning.problem import MatmulConfig
+
+MATMULS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+)
+FOLDER = Path(measurements.__file__).parent / "measured"
+FAR_OFF = 1.12
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A shape, and the candidate that was planned for it."""
+
+    measured: Measurement
+    planned: MatmulConfig | None
+
+    @property
+    def ratio(self) -> float:
+        """The time of what was planned over that of the fastest candidate."""
+        return self.measured.us[self.planned] / min(self.measured.us.values())
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        one = self.measured
+        return one.op, one.device, one.problem.world_size
+
+
+def judge(one: Measurement, known: Sequence[Measurement]) -> Judged:
+    """Plan the shape of ``one`` on its device, among the candidates that have a time, by the times
+    ``known``."""
+    planner = Planner(one.op, replace(H200, name=f"NVIDIA {one.device}"), tuple(known))
+    return Judged(one, min(one.us, key=lambda config: planner.predict(one.problem, config)))
+
+
+def left_out(op: str, progress: bool = True) -> list[Judged]:
+    """Judge each packaged shape of 16 bits by the times of all others."""
+    known = [one for one in packaged(op) if not one.problem.fp8]
+    return [
+        judge(one, [other for other in known if other is not one])
+        for one in track(known, op, disable=not progress, transient=True)
+    ]
+
+
+def read_caches(paths: Iterable[Path]) -> list[Measurement]:
+    """The times in files of ``tileweave tune``, with the name of their device."""
+    found = []
+    for path in paths:
+        key, measured = cache.parse(path.read_text("utf-8"), str(path))
+        device = next((name for name in DEVICES if name in key.gpu), None)
+        if device is None:
+            raise InputError(
+                f"asked: times of {key.gpu} in {path}; allowed: devices with a data sheet "
+                f"({', '.join(DEVICES)}); remedy: add one in planning/costs.py"
+            )
+        found += [replace(one, device=device) for one in measured]
+    return found
+
+
+def new_shapes(found: Sequence[Measurement], progress: bool = True) -> list[Judged]:
+    """Judge the shapes of 16 bits that the package has no times of."""
+    judged = []
+    for one in track(found, "new shapes", disable=not progress, transient=True):
+        known = [other for other in packaged(one.op) if not other.problem.fp8]
+        is_new = (one.problem, one.device) not in [(other.problem, other.device) for other in known]
+        if is_new and not one.problem.fp8:
+            judged.append(judge(one, known))
+    return judged
+
+
+def add(found: Sequence[Measurement], folder: Path) -> dict[str, int]:
+    """Add times to the files in ``folder``; a later time of the same candidate replaces the earlier
+    one. Returns how many shapes each operator has."""
+    counts = {}
+    for op in dict.fromkeys(one.op for one in found):
+        path = folder / f"{op}.json"
+        known = measurements.read_measurements(path.read_text("utf-8"), str(path))
+        merged = {(one.problem, one.device): one for one in known}
+        for one in (each for each in found if each.op == op):
+            place = one.problem, one.device
+            earlier = merged[place].us if place in merged else {}
+            merged[place] = replace(one, us={**earlier, **one.us})
+        path.write_text(write_measurements(op, merged.values()), "utf-8")
+        counts[op] = len(merged)
+    return counts
+
+
+def mean(judged: Sequence[Judged]) -> float:
+    return math.exp(math.fsum(math.log(one.ratio) for one in judged) / len(judged))
+
+
+def show(judged: Sequence[Judged], worst: int) -> None:
+    """Print a row for each operator, device and number of ranks, and the ``worst`` shapes."""
+    console = Console(highlight=False)
+    if not judged:
+        console.print("no shape to judge")
+        return
+    groups = defaultdict(list)
+    for one in judged:
+        groups[one.group].append(one)
+    table = Table("operator", "device", "ranks", "shapes", "mean", "worst", f"above {FAR_OFF}")
+    for (op, device, ranks), some in [*sorted(groups.items()), (("all", "", ""), judged)]:
+        far = sum(one.ratio > FAR_OFF for one in some)
+        numbers = f"{mean(some):.4f}", f"{max(one.ratio for one in some):.2f}", str(far)
+        table.add_row(op, device, str(ranks), str(len(some)), *numbers)
+    console.print(table)
+    for one in sorted(judged, key=lambda one: -one.ratio)[:worst]:
+        p, us, fastest = one.measured.problem, one.measured.us, one.measured.fastest()
+        shape = f"{p.world_size} x {one.measured.device}, {p.rows} x {p.cols} x {p.depth}"
+        planned, best = (f"{c or 'unfused'} {us[c]:.1f} us" for c in (one.planned, fastest))
+        console.print(
+            f"{one.ratio:.3f}  {one.measured.op} {shape}: {planned}; fastest: {best}",
+            soft_wrap=True,
+        )
+
+
+Worst = Annotated[int, typer.Option(min=0, help="So many of the worst shapes.")]
+
+
+@app.command("left-out")
+def left_out_command(
+    op: Annotated[str, typer.Option(help="One operator; all: each.")] = "all", worst: Worst = 10
+) -> None:
+    """Plan each packaged shape by the times of all others."""
+    if op not in ("all", *MATMULS):
+        raise typer.BadParameter(f"{op}: allowed are all, {', '.join(MATMULS)}")
+    show([each for name in MATMULS if op in ("all", name) for each in left_out(name)], worst)
+
+
+@app.command("new")
+def new_command(
+    caches: Annotated[list[Path], typer.Argument(exists=True, help="Files of tileweave tune.")],
+    add_times: Annotated[bool, typer.Option("--add", help="Add their times.")] = False,
+    worst: Worst = 10,
+) -> None:
+    """Plan shapes that were tuned elsewhere, and add their times to those of the package."""
+    found = read_caches(caches)
+    show(new_shapes(found), worst)
+    if add_times:
+        for op, count in add(found, FOLDER).items():
+            print(f"{op}: {count} shapes")
+
+
+if __name__ == "__main__":
+    app()
