@@ -33,7 +33,6 @@ from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.bench.summary import summary_of
 from tileweave.files import write_text
 from tileweave.launcher import Member
-from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul.warmup import compile_calls, has_kernel
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -92,7 +91,6 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
 
 def _compile_ahead(member: Member, options: Options) -> None:
     """Compile what the cases launch, in parallel: one by one each takes seconds. Collective."""
-    topology_of(member.group, member.device)  # plans depend on it
     cases = options.cases()
 
     def calls() -> Iterator[Callable[[], object]]:

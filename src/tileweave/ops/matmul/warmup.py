@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import require
-from tileweave.ops.core.nodes import known_topology_of, topology_of
+from tileweave.ops.core.nodes import topology_of
 from tileweave.ops.core.registry import Group, group_of, machine_of, name_of, rank_and_size
 from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
 from tileweave.planning.problem import FAST, Plan
@@ -142,7 +142,7 @@ def has_kernel(config: object) -> bool:
 def compile_calls(
     group_name: str, device: torch.device, calls: Iterable[Callable[[], object]]
 ) -> None:
-    """Compile the kernels of ``calls`` in parallel.
+    """Compile the kernels of ``calls`` in parallel. Collective before the first call of the group.
 
     Each is made once, over a transport that sends nothing, and its kernels are not launched. Their
     plans must be such that :func:`has_kernel`: others would run, and wait for peers.
@@ -151,7 +151,7 @@ def compile_calls(
     from tileweave.kernels.runtime.launch import collect_launches
 
     rank, world_size = rank_and_size(group_name)
-    machine, ranks = machine_of(device), known_topology_of(group_name)
+    machine, ranks = machine_of(device), topology_of(group_of(group_name), device)
     with (
         torch.no_grad(),
         compile_only(group_name, device, rank, ranks, machine),
