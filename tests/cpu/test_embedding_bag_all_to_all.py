@@ -72,7 +72,7 @@ def tables_one_by_one(me: Member) -> None:
     case = Case(((8, 8, 8), (8, 8)), 40)
     with (
         mock.patch.object(fused, "_launcher", launcher),
-        mock.patch.object(fused, "l2", return_value=600),
+        mock.patch.object(fused, "l2_bytes", return_value=600),
     ):
         embedding.parity(me, [case, replace(case, rows=1), replace(case, rows=99)], alternate)
     # one after the other; all fit; none fits

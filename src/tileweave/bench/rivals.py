@@ -36,6 +36,7 @@ from tileweave.bench.subjects import Draw, Operands, Shape, normal, poisoned, wo
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.core.registration import spec_of
+from tileweave.ops.core.registry import l2_bytes
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
@@ -103,7 +104,7 @@ class Rivals(ABC):
         w = self.operands.w
         if not self.member.on_gpu:
             return [w]
-        l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 60 << 20)
+        l2 = l2_bytes(self.device) or 60 << 20
         count = min(
             _MAX_WEIGHTS, max(1, round(_L2_TIMES * l2 / (w.numel() * w.element_size()) + 0.5))
         )

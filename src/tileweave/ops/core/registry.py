@@ -308,6 +308,13 @@ def machine_of(device: torch.device) -> Machine:
     return describe(device.index)
 
 
+def l2_bytes(device: torch.device) -> int:
+    """The size of the L2 of ``device``; 0 where torch does not say."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+
+
 def _is_set(variable: Any) -> bool:
     """Whether an environment variable, encoded, is set."""
     return variable in _VARIABLES

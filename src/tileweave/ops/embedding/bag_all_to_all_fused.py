@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,13 @@ import torch
 
 from tileweave.errors import CaptureError
 from tileweave.ops.core.collectives import leave_launch_order_of
-from tileweave.ops.core.registry import endpoint, number_of, push_with_launch, workspace_of
+from tileweave.ops.core.registry import (
+    endpoint,
+    l2_bytes,
+    number_of,
+    push_with_launch,
+    workspace_of,
+)
 from tileweave.ops.embedding.call import BACKWARD, OP, Call
 from tileweave.ops.embedding.table_gradient import copied, keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
@@ -69,14 +75,6 @@ def meta_of(
     return found
 
 
-@cache
-def l2(device: torch.device) -> int:
-    """Bytes of L2; 0 where torch does not say."""
-    if device.type != "cuda":
-        return 0
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-
-
 @dataclass(slots=True, eq=False)
 class Prepared:
     """What calls with the same tables and the same sizes need, until memory of the instance moves.
@@ -117,7 +115,7 @@ def prepare(call: Call, config: EmbeddingConfig, node: int = 0) -> Prepared:
     peers = endpoint(instance, out_dtype)
     samples = kernel.Samples(batch, chunk, width, batch - skipped)
     rows, nbytes = [t.shape[0] for t in call.tables], [t.nbytes for t in call.tables]
-    config = order_tables(config, batch, rows, nbytes, l2(device))
+    config = order_tables(config, batch, rows, nbytes, l2_bytes(device))
     launch = _launcher(instance, peers, call, columns, samples, config)
     return Prepared(instance, peers, meta, launch, skipped, end - begin, width)
 
