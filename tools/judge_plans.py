@@ -13,7 +13,6 @@ and how many are above 1.12.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,19 +26,14 @@ from rich.table import Table
 
 from tileweave.errors import InputError
 from tileweave.planning import cache, measurements
-from tileweave.planning.costs import DEVICES
+from tileweave.planning.candidates import TUNABLE
+from tileweave.planning.costs import DEVICES, device_of
 from tileweave.planning.machine import H200
 from tileweave.planning.measurements import Measurement, packaged, write_measurements
 from tileweave.planning.planner import Planner
 from tileweave.planning.problem import MatmulConfig
+from tileweave.profile.metrics import geometric_mean
 
-MATMULS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-)
 FOLDER = Path(measurements.__file__).parent / "measured"
 FAR_OFF = 1.12
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -84,7 +78,7 @@ def read_caches(paths: Iterable[Path]) -> list[Measurement]:
     found = []
     for path in paths:
         key, measured = cache.parse(path.read_text("utf-8"), str(path))
-        device = next((name for name in DEVICES if name in key.gpu), None)
+        device = device_of(key.gpu)
         if device is None:
             raise InputError(
                 f"asked: times of {key.gpu} in {path}; allowed: devices with a data sheet "
@@ -122,10 +116,6 @@ def add(found: Sequence[Measurement], folder: Path) -> dict[str, int]:
     return counts
 
 
-def mean(judged: Sequence[Judged]) -> float:
-    return math.exp(math.fsum(math.log(one.ratio) for one in judged) / len(judged))
-
-
 def show(judged: Sequence[Judged], worst: int) -> None:
     """Print a row for each operator, device and number of ranks, and the ``worst`` shapes."""
     console = Console(highlight=False)
@@ -138,7 +128,8 @@ def show(judged: Sequence[Judged], worst: int) -> None:
     table = Table("operator", "device", "ranks", "shapes", "mean", "worst", f"above {FAR_OFF}")
     for (op, device, ranks), some in [*sorted(groups.items()), (("all", "", ""), judged)]:
         far = sum(one.ratio > FAR_OFF for one in some)
-        numbers = f"{mean(some):.4f}", f"{max(one.ratio for one in some):.2f}", str(far)
+        mean = geometric_mean(one.ratio for one in some)
+        numbers = f"{mean:.4f}", f"{max(one.ratio for one in some):.2f}", str(far)
         table.add_row(op, device, str(ranks), str(len(some)), *numbers)
     console.print(table)
     for one in sorted(judged, key=lambda one: -one.ratio)[:worst]:
@@ -159,9 +150,9 @@ def left_out_command(
     op: Annotated[str, typer.Option(help="One operator; all: each.")] = "all", worst: Worst = 10
 ) -> None:
     """Plan each packaged shape by the times of all others."""
-    if op not in ("all", *MATMULS):
-        raise typer.BadParameter(f"{op}: allowed are all, {', '.join(MATMULS)}")
-    show([each for name in MATMULS if op in ("all", name) for each in left_out(name)], worst)
+    if op not in ("all", *TUNABLE):
+        raise typer.BadParameter(f"{op}: allowed are all, {', '.join(TUNABLE)}")
+    show([each for name in TUNABLE if op in ("all", name) for each in left_out(name)], worst)
 
 
 @app.command("new")

@@ -33,18 +33,12 @@ from tileweave.bench.samples import samples_of
 from tileweave.commands.demo import trace_of_case
 from tileweave.launcher import end_with, launch
 from tileweave.nn.routers import SigmoidTopK, SoftmaxTopK
+from tileweave.planning.candidates import TUNABLE
 from tileweave.profile.plot import draw_time_line, legend_of
 from tileweave.profile.trace import Trace, from_chrome
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PICTURES = ROOT / "docs" / "results", ROOT / "docs" / "pictures"
-OPERATORS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-)
 MACHINES = {"4xH200": "4 H200", "2xH100": "2 H100"}
 COLOURS = {OURS: "#0072B2", UNFUSED: "#777777", "torch": "#E69F00"}
 NAMES = {OURS: "tileweave", UNFUSED: "NCCL + cuBLAS", "torch": "torch's best fused operator"}
@@ -77,7 +71,7 @@ def over_the_bound(op: str, machine: str) -> dict[str, list[float]]:
 
 def draw_bound(path: Path) -> None:
     """A row per operator and machine, a dot per case and rival."""
-    rows = [(op, machine) for op in OPERATORS for machine in MACHINES]
+    rows = [(op, machine) for op in TUNABLE for machine in MACHINES]
     figure = Figure(figsize=(WIDE, 8.6), layout="constrained")
     axes = figure.subplots()
     places = []

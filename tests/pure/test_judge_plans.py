@@ -49,13 +49,15 @@ def test_left_out_shapes_do_not_know_their_own_times(monkeypatch: pytest.MonkeyP
     assert judge(odd, known).planned is None
 
 
-def test_mean_and_ratio() -> None:
+def test_mean_and_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     one = a_shape()
     first, second = [c for c in one.us if c][:2]
     times = replace(one, us={None: 40.0, first: 10.0, second: 20.0})
     judged = [Judged(times, config) for config in (None, first)]
     assert [each.ratio for each in judged] == [4.0, 1.0]
-    assert judge_plans.mean(judged) == pytest.approx(2.0)
+    judge_plans.show(judged, 1)
+    said = capsys.readouterr().out
+    assert said.count("2.0000") == 2 and "4.000  all_gather_matmul" in said, said
 
 
 def test_add_keeps_other_times_and_replaces_the_same(tmp_path: Path) -> None:

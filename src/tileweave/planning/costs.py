@@ -96,12 +96,18 @@ _SHEETS = {
 DEVICES = tuple(_SHEETS)
 
 
+def device_of(name: str) -> str | None:
+    """The name in :data:`DEVICES` of the GPU that torch calls ``name``; None if it has no sheet."""
+    return next((device for device in DEVICES if device in name), None)
+
+
 def data_sheet(machine: Machine) -> DataSheet:
     """The data sheet of a machine; of one that is not known, that of H100 by its number of
     multiprocessors."""
-    for name, sheet in _SHEETS.items():
-        if name in machine.name:
-            return replace(sheet, num_sms=machine.num_sms or sheet.num_sms)
+    device = device_of(machine.name)
+    if device is not None:
+        sheet = _SHEETS[device]
+        return replace(sheet, num_sms=machine.num_sms or sheet.num_sms)
     part = max(machine.num_sms, 1) / HOPPER_SMS
     h100 = _SHEETS["H100"]
     return replace(
