@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from tileweave.device.triton.peers import wait
 from tileweave.device.triton.remote import get
@@ -53,3 +54,17 @@ def copy_gathered(
             end,
             C.PUSH_BLOCK,
         )
+
+
+@triton.jit
+def own_or_slot(x, slot, remote, is_own):
+    """``x`` where ``is_own``, else ``slot + remote``: where a shard is read."""
+    if is_hip():
+        # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one base to
+        # the other
+        itemsize: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+        apart = (x.to(tl.int64) - slot.to(tl.int64)) // itemsize
+        base = slot + tl.where(is_own, apart, remote)
+    else:
+        base = tl.where(is_own, x, slot + remote)  # a choice between scalars keeps the alignment
+    return base

@@ -67,7 +67,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import is_hip
 
 from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
 from tileweave.device.triton.peers import (
@@ -91,7 +90,7 @@ from tileweave.device.triton.tiles import (
     unit_range,
 )
 from tileweave.device.triton.trace import label, stamp
-from tileweave.kernels.all_gather.arrivals import copy_gathered, wait_sources
+from tileweave.kernels.all_gather.arrivals import copy_gathered, own_or_slot, wait_sources
 from tileweave.kernels.all_gather.scales import block_scales, scale_tile
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Call, Launcher, alignment
@@ -240,15 +239,7 @@ def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
         within = (row - source * rows).to(tl.int64) * tl.where(source == rank, sizes.pitch, depth)
         place = (rank + C.WORLD_SIZE - source - 1) % C.WORLD_SIZE
         remote = place.to(tl.int64) * rows * depth
-        if is_hip():
-            # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one base
-            # to the other
-            itemsize: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
-            apart = (x.to(tl.int64) - slot.to(tl.int64)) // itemsize
-            pointers = slot + tl.where(source == rank, apart, remote) + within
-        else:
-            # a choice between scalars keeps the alignment known
-            pointers = tl.where(source == rank, x, slot + remote) + within
+        pointers = own_or_slot(x, slot, remote, source == rank) + within
     return pointers
 
 

@@ -49,6 +49,7 @@ from tileweave.device.triton.peers import notify_all, wait
 from tileweave.device.triton.remote import put_parts, put_rows
 from tileweave.device.triton.signal import MAX_SLICES, consume_token
 from tileweave.device.triton.trace import label, stamp
+from tileweave.kernels.all_gather.arrivals import own_or_slot
 
 
 @triton.jit
@@ -100,43 +101,29 @@ def multiply_sources(x, slot, w, peers, unit, sizes, rank, chunk_rows, epoch, C:
         begin = tl.maximum(unit.k_begin - step * blocks, 0)
         end = tl.minimum(unit.k_end - step * blocks, blocks)
         w_part = w + source.to(tl.int64) * depth * (stride_w if C.DEPTH_FIRST else 1)
-        if step == 0:
-            acc = matmul_tile(
-                x + row * sizes.pitch,
-                w_part,
-                stride_w,
-                unit.col,
-                sizes.cols,
-                depth,
-                begin,
-                end,
-                TILE_M,
-                TILE_N,
-                C.TILE_K,
-                C.EVEN_K,
-                DEPTH_FIRST=C.DEPTH_FIRST,
-                start=acc,
-            )
-        else:
+        if step > 0:
             index = source * MAX_SLICES + unit.first_row // chunk_rows
             token = wait(peers, index, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
-            part = slot + ((step - 1) * rows + row) * depth
-            acc = matmul_tile(
-                part,
-                w_part,
-                stride_w,
-                unit.col,
-                sizes.cols,
-                depth,
-                consume_token(begin, token),
-                end,
-                TILE_M,
-                TILE_N,
-                C.TILE_K,
-                C.EVEN_K,
-                DEPTH_FIRST=C.DEPTH_FIRST,
-                start=acc,
-            )
+            begin = consume_token(begin, token)
+        # one loop for both, since each has buffers of its own in shared memory
+        remote = tl.cast(step - 1, tl.int64) * rows * depth
+        part = own_or_slot(x, slot, remote, step == 0)
+        acc = matmul_tile(
+            part + row * tl.where(step == 0, sizes.pitch, depth),
+            w_part,
+            stride_w,
+            unit.col,
+            sizes.cols,
+            depth,
+            begin,
+            end,
+            TILE_M,
+            TILE_N,
+            C.TILE_K,
+            C.EVEN_K,
+            DEPTH_FIRST=C.DEPTH_FIRST,
+            start=acc,
+        )
     return acc
 
 
