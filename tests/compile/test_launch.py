@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -422,3 +423,15 @@ def test_launches_are_compiled_before_they_are_made() -> None:
         for launcher, arguments in calls:
             launcher(*arguments)
         assert len(made) == 3 and len(launched) == 3
+
+
+def test_a_kernel_that_the_gpu_has_no_room_for_is_found_before_a_launch() -> None:
+    case = TRITON_CASES[0]
+    large = replace(case, config=replace(case.config, tile_k=128, num_stages=8))  # 256 kB
+    with offline("sm_90"), launch.collect_launches() as launches:
+        for each in (case, large):
+            launcher, arguments = launch_of(each)
+            launcher(*arguments)
+    with offline("sm_90"):
+        compile_all(launches, 0, 1)
+        assert [each.fits() for each in launches] == [True, False]

@@ -97,11 +97,13 @@ def test_shapes_are_measured_kept_and_planned_by(
 
 def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own config is forced when it is compiled, checked and timed; one that is wrong has no
-    time, and one at the bound of the error is right."""
+    time, and one at the bound of the error is right. One whose kernel does not fit the GPU is not
+    called."""
     op, device = "matmul_all_reduce", torch.device("cpu")
     member: Any = SimpleNamespace(world_size=2, device=device, group="group", rank=0)
     case, checked, ran, said, names = of_sizes(op, 8, 16, 32, "float32"), [], [], [], []
     right, wrong = candidates(op, problem_of(case, 2), machine_of(device))[:2]
+    large = replace(right, num_stages=9)
     bound = TOLERANCE[torch.float32]
 
     def errors() -> list[float]:
@@ -119,12 +121,16 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
             function()
         return {name: SimpleNamespace(median_us=float(at)) for at, name in enumerate(functions)}
 
-    def compiles(name: str, on: object, calls: list[Any]) -> None:
+    def compiles(name: str, on: object, calls: list[Any]) -> list[list[Any]]:
         assert (name, on, checked) == ("name", device, [])
         for each in calls:
             each()
         compiled.extend(ran)
         ran.clear()
+        return [[launch(True), launch(each != large)] for each in compiled]
+
+    def launch(fits: bool) -> Any:
+        return SimpleNamespace(fits=lambda: fits)
 
     compiled: list[Any] = []
     made = SimpleNamespace(functions={OURS: call}, errors=errors, dtype=torch.float32)
@@ -136,11 +142,13 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
     monkeypatch.setattr(measure, "compile_calls", compiles)
     monkeypatch.setattr(measure, "measure", timed)
-    found, refused = measure.measure_case(member, case, 7, (right, wrong), 3, said.append)
-    assert (compiled, checked, ran) == ([right, wrong], [None, right, wrong], [None, right])
+    tried = (right, large, wrong)
+    found, refused, unfit = measure.measure_case(member, case, 7, tried, 3, said.append)
+    assert (compiled, checked, ran) == ([*tried], [None, right, wrong], [None, right])
     checks = [f"checks candidate {number} of 3" for number in (1, 2, 3)]
-    assert said == ["compiles 2 candidates", *checks]
+    assert said == ["compiles 3 candidates", *checks]
     assert found.us == {None: 0.0, right: 1.0} and refused == {wrong: 2 * bound}
+    assert unfit == (large,)
     assert names == ["unfused", f"1: {right}"]
     forget.assert_called_once_with(member)
 
@@ -176,8 +184,9 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
     tried = (*possible, before) if planned else possible
     measured = {None: 4.0, possible[0]: 2.0, possible[1]: 3.0}
     found = Measurement(op, problem, measured | ({before: 8.0} if planned else {}))
-    wrong = {possible[1]: 1.0}
-    measuring, add, said = mock.Mock(return_value=(found, wrong)), mock.Mock(), mock.Mock()
+    large = replace(possible[0], num_stages=9)
+    measured_now = measure.Found(found, {possible[1]: 1.0}, (large,))
+    measuring, add, said = mock.Mock(return_value=measured_now), mock.Mock(), mock.Mock()
     monkeypatch.setattr(run, "measure_case", measuring)
     monkeypatch.setattr(run, "_plan", lambda *_: SimpleNamespace(config=before))
     monkeypatch.setattr(run.tuned_choices, "add", add)
@@ -196,8 +205,48 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
         4.0,
         len(tried) + 1,
         (run._named(possible[1]),),
+        (run._named(large),),
     )
     assert row.gain == row.us_before / 2
+
+
+def test_candidates_of_several_shapes_are_compiled_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each shape once, before it is measured; every call has its own config."""
+    member, op, said = on_one_rank(monkeypatch), "matmul_all_reduce", mock.Mock()
+    cases = tuple(of_sizes(op, rows, 16, 32, "float32") for rows in range(1, run.AHEAD + 3))
+    made, compiled = [], []
+    monkeypatch.setattr(run, "_tried", lambda case, _: (None, tried))
+    monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
+    monkeypatch.setattr(measure, "forget_case", forget := mock.Mock())
+    tried = candidates(op, problem_of(cases[0], 2), machine_of(member.device))
+    chunks = replace(tried[0], kernel="library", transport="nodes")  # waits for other nodes
+    tried = (*tried, chunks)
+
+    def rival(case: Any, *_: object) -> Any:
+        return SimpleNamespace(
+            functions={OURS: lambda: made.append((case, choices.forced_config(op)))}
+        )
+
+    def compiles(name: str, on: object, calls: Any) -> None:
+        assert (name, on) == ("name", member.device)
+        for each in calls:
+            each()
+        compiled.append(len(made))
+
+    monkeypatch.setattr(measure, "samples_of", lambda name: SimpleNamespace(rival=rival))
+    monkeypatch.setattr(measure, "compile_calls", compiles)
+    for number in range(len(cases)):
+        run.compile_ahead(member, cases, number, said)
+        assert cases[number] in {case for case, _ in made}
+    each = len(tried) - 1
+    assert made == [(case, config) for case in cases for config in tried[:-1]]
+    assert compiled == [run.AHEAD * each, len(cases) * each]
+    assert forget.mock_calls == [mock.call(member)] * 2
+    assert said.mock_calls == [
+        mock.call(f"compiles the candidates of {count} shapes") for count in (run.AHEAD, 2)
+    ]
 
 
 def test_tuning_tells_what_it_does_and_ends_in_time(
@@ -221,6 +270,7 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     )
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(run, "tune_case", tuned)
+    monkeypatch.setattr(run, "compile_ahead", ahead := mock.Mock())
     monkeypatch.setattr(run.tuned_choices, "agree", agree := mock.Mock())
     monkeypatch.setattr(run.cache, "merge", lambda key, found: merged.append((key, *found)))
     outcome = run.tune(member, run.Options(cases, 4, 20.0))
@@ -230,6 +280,7 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     assert outcome == run.Outcome(
         [row, row], [f"{op} {cases[2].name}"], str(cache.path_of(key)), 20.0
     )
+    assert ahead.mock_calls == [mock.call(member, [*cases], n, steps.detail) for n in (0, 1)]
     left = ("", ", about 20 s left", ", about 10 s left")
     assert steps.now.mock_calls == [
         mock.call(f"{op} {case.name}{rest}") for case, rest in zip(cases, left, strict=True)

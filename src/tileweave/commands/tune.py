@@ -162,6 +162,9 @@ def notes_on(outcome: Outcome) -> list[str]:
         for row in outcome.rows
         if row.wrong
     ]
+    unfit = sorted({f"{row.op}: {name}" for row in outcome.rows for name in row.unfit})
+    if unfit:
+        lines.append(f"needs more shared memory than this GPU has: {'; '.join(unfit)}")
     if outcome.skipped:
         lines.append(f"skipped, out of time: {', '.join(outcome.skipped)}")
     if outcome.rows:

@@ -6,7 +6,8 @@ host does not. The unfused path is always one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,12 +27,37 @@ from tileweave.profile.timing import measure
 FP8 = "float8_e4m3fn"
 
 
+class Found(NamedTuple):
+    """What was found for one case.
+
+    measurement : the times of candidates whose result is right.
+    wrong : the other candidates, with their errors.
+    unfit : candidates whose kernel needs more shared memory than the GPU has.
+    """
+
+    measurement: Measurement
+    wrong: dict[MatmulConfig | None, float]
+    unfit: tuple[MatmulConfig, ...]
+
+
 def problem_of(case: Case, world_size: int) -> Problem:
     """The problem that the operator plans for ``case``."""
     sizes = (world_size, *case.shard(world_size))
     if case.scales:
         return Problem(*sizes, 1, FP8, scales=case.scales)
     return Problem(*sizes, getattr(torch, case.dtype).itemsize, case.dtype)
+
+
+def compile_cases(member: Member, several: Sequence[tuple[Case, Sequence[MatmulConfig]]]) -> None:
+    """Compile the kernels of candidates of several cases in parallel. Collective."""
+
+    def calls() -> Iterator[Callable[[], object]]:
+        for case, tried in several:
+            made = samples_of(case.op).rival(case, member, (OURS,), 0)
+            yield from _calls(case.op, tried, made.functions[OURS])
+
+    compile_calls(name_of(member.group), member.device, calls())
+    forget_case(member)
 
 
 def measure_case(
@@ -41,18 +67,21 @@ def measure_case(
     tried: Sequence[MatmulConfig],
     repeats: int,
     progress: Callable[[str], object],
-) -> tuple[Measurement, dict[MatmulConfig | None, float]]:
+) -> Found:
     """Time the unfused path and the configs ``tried`` for ``case``, ``repeats`` times each.
-    Collective; all ranks get the same result: the measurement, and the candidates whose result is
-    not right, with their errors; they have no time.
-    """
+    Collective; all ranks get the same result."""
     made = samples_of(case.op).rival(case, member, (OURS,), seed)
     ours, device = made.functions[OURS], member.device
     problem = problem_of(case, member.world_size)
-    configs: list[MatmulConfig | None] = [None, *tried]
     progress(f"compiles {len(tried)} candidates")
-    compiled = [_forcing(case.op, config, ours) for config in tried if has_kernel(config)]
-    compile_calls(name_of(member.group), device, compiled)
+    with_kernel = [config for config in tried if has_kernel(config)]
+    compiled = compile_calls(name_of(member.group), device, _calls(case.op, with_kernel, ours))
+    unfit = tuple(
+        config
+        for config, launches in zip(with_kernel, compiled, strict=True)
+        if worst(float(not all(one.fits() for one in launches)), device, member.group)
+    )
+    configs = [None, *(config for config in tried if config not in unfit)]
     wrong: dict[MatmulConfig | None, float] = {}
     functions: dict[str, Callable[[], object]] = {}
     by_name: dict[str, MatmulConfig | None] = {}
@@ -72,7 +101,14 @@ def measure_case(
     del functions, made, ours
     forget_case(member)
     us = {by_name[name]: timing.median_us for name, timing in timings.items()}
-    return Measurement(case.op, problem, us), wrong
+    return Found(Measurement(case.op, problem, us), wrong, unfit)
+
+
+def _calls(
+    op: str, tried: Sequence[MatmulConfig], call: Callable[[], object]
+) -> list[Callable[[], object]]:
+    """Calls of the configs that can be compiled by this rank alone."""
+    return [_forcing(op, config, call) for config in tried if has_kernel(config)]
 
 
 def _forcing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from tileweave.planning import cache, matmul
 from tileweave.planning.candidates import candidates
 from tileweave.planning.measurements import Measurement
 from tileweave.planning.problem import MatmulConfig, Plan, Problem
-from tileweave.tune.measure import measure_case, problem_of
+from tileweave.tune.measure import compile_cases, measure_case, problem_of
 from tileweave.tune.shapes import without_repeats
+
+AHEAD = 8  # shapes compiled at once: the candidates of one do not keep all processors busy
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Options:
 @dataclass(frozen=True)
 class Row:
     """What was found for one shape. Times are in microseconds, ``sizes`` those of the whole
-    problem; ``wrong``: candidates whose result was not right, which are never chosen."""
+    problem. Never chosen: ``wrong``, candidates whose result was not right, and ``unfit``, those
+    whose kernel needs more shared memory than the GPU has."""
 
     op: str
     name: str
@@ -56,6 +59,7 @@ class Row:
     us_unfused: float
     candidates: int
     wrong: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -91,6 +95,7 @@ def tune(member: Member, options: Options) -> Outcome:
                 skipped.append(f"{case.op} {case.name}")
                 steps.done("skipped: out of time")
                 continue
+            compile_ahead(member, cases, number, steps.detail)
             measured, row = tune_case(member, case, number, options.repeats, steps.detail)
             on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             rows.append(row)
@@ -98,32 +103,48 @@ def tune(member: Member, options: Options) -> Outcome:
     return Outcome(rows, skipped, str(cache.path_of(key)), time.monotonic() - started)
 
 
+def compile_ahead(
+    member: Member, cases: Sequence[Case], number: int, progress: Callable[[str], object]
+) -> None:
+    """Before case ``number``, compile the candidates of that and the next ones, if no earlier call
+    has done so. Collective."""
+    if number % AHEAD == 0:
+        some = cases[number : number + AHEAD]
+        progress(f"compiles the candidates of {len(some)} shapes")
+        compile_cases(member, [(case, _tried(case, member)[1]) for case in some])
+
+
 def tune_case(
     member: Member, case: Case, seed: int, repeats: int, progress: Callable[[str], object]
 ) -> tuple[Measurement, Row]:
     """Measure one shape, and plan by it from now on. Collective."""
-    device = member.device
-    problem = problem_of(case, member.world_size)
-    before = _plan(case.op, problem, member)
-    known = (*candidates(case.op, problem, machine_of(device)), before.config)
-    configs = tuple(dict.fromkeys(config for config in known if config is not None))
-    found, wrong = measure_case(member, case, seed, configs, repeats, progress)
-    measured = _as_on_rank_0(member, found)
-    tuned_choices.add(device, member.world_size, [measured])
+    before, configs = _tried(case, member)
+    found = measure_case(member, case, seed, configs, repeats, progress)
+    measured = _as_on_rank_0(member, found.measurement)
+    tuned_choices.add(member.device, member.world_size, [measured])
     fastest, us = measured.fastest(), measured.us
     row = Row(
         case.op,
         case.name,
         case.whole(member.world_size),
-        _named(before.config),
+        _named(before),
         _named(fastest),
-        us.get(before.config, math.nan),
+        us.get(before, math.nan),
         us[fastest],
         us[None],
         len(configs) + 1,
-        tuple(_named(config) for config in wrong),
+        tuple(map(_named, found.wrong)),
+        tuple(map(_named, found.unfit)),
     )
     return measured, row
+
+
+def _tried(case: Case, member: Member) -> tuple[MatmulConfig | None, tuple[MatmulConfig, ...]]:
+    """The config that is planned now, and those to be measured."""
+    problem = problem_of(case, member.world_size)
+    before = _plan(case.op, problem, member).config
+    known = (*candidates(case.op, problem, machine_of(member.device)), before)
+    return before, tuple(dict.fromkeys(config for config in known if config is not None))
 
 
 def _plan(op: str, problem: Problem, member: Member) -> Plan[MatmulConfig]:

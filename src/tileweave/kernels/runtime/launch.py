@@ -148,9 +148,17 @@ class Planned(NamedTuple):
     arguments: Sequence[Any]
     options: Mapping[str, int]
 
-    def compile(self) -> None:
-        """Compile the kernel for these arguments, if it was not yet."""
-        self.kernel.run(*self.arguments, grid=(self.programs,), warmup=True, **self.options)
+    def compile(self) -> Any:
+        """Compile the kernel for these arguments, if it was not yet, and return it."""
+        return self.kernel.run(*self.arguments, grid=(self.programs,), warmup=True, **self.options)
+
+    def fits(self) -> bool:
+        """Whether the current GPU has the shared memory that the kernel needs."""
+        if knobs.runtime.interpret:
+            return True
+        driver = active.active
+        has = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+        return self.compile().metadata.shared <= has
 
 
 class _Collecting(threading.local):

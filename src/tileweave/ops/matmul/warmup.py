@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,9 @@ from tileweave.ops.core.registry import Group, group_of, machine_of, name_of, ra
 from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
 from tileweave.planning.problem import FAST, Plan
 from tileweave.transport.compile_only import compile_only
+
+if TYPE_CHECKING:
+    from tileweave.kernels.runtime.launch import Planned
 
 Rows = int | Iterable[int]
 Warmed = Plan | dict[int, Plan]
@@ -141,11 +145,12 @@ def has_kernel(config: object) -> bool:
 
 def compile_calls(
     group_name: str, device: torch.device, calls: Iterable[Callable[[], object]]
-) -> None:
+) -> list[list[Planned]]:
     """Compile the kernels of ``calls`` in parallel. Collective before the first call of the group.
 
     Each is made once, over a transport that sends nothing, and its kernels are not launched. Their
-    plans must be such that :func:`has_kernel`: others would run, and wait for peers.
+    plans must be such that :func:`has_kernel`: others would run, and wait for peers. Returns the
+    launches of each call.
     """
     from tileweave.kernels.runtime.compile_all import compile_all
     from tileweave.kernels.runtime.launch import collect_launches
@@ -157,9 +162,12 @@ def compile_calls(
         compile_only(group_name, device, rank, ranks, machine),
         collect_launches() as launches,
     ):
+        ends = [0]
         for call in calls:
             call()
+            ends.append(len(launches))
         compile_all(launches, rank, world_size)
+    return [launches[begin:end] for begin, end in pairwise(ends)]
 
 
 def call_for_warmup(
