@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tileweave.errors import InputError
 from tileweave.planning import cache, measurements
-from tileweave.planning.candidates import TUNABLE
+from tileweave.planning.candidates import PLANNED, TUNABLE
 from tileweave.planning.costs import DEVICES, device_of
 from tileweave.planning.machine import H200
 from tileweave.planning.measurements import Measurement, packaged, write_measurements
@@ -61,7 +61,8 @@ def judge(one: Measurement, known: Sequence[Measurement]) -> Judged:
     """Plan the shape of ``one`` on its device, among the candidates that have a time, by the times
     ``known``."""
     planner = Planner(one.op, replace(H200, name=f"NVIDIA {one.device}"), tuple(known))
-    return Judged(one, min(one.us, key=lambda config: planner.predict(one.problem, config)))
+    planned = [config for config in one.us if config in (None, *PLANNED[one.op].configs)]
+    return Judged(one, min(planned, key=lambda config: planner.predict(one.problem, config)))
 
 
 def left_out(op: str, progress: bool = True) -> list[Judged]:
@@ -99,9 +100,18 @@ def new_shapes(found: Sequence[Measurement], progress: bool = True) -> list[Judg
     return judged
 
 
+def says_something(one: Measurement) -> bool:
+    """Whether plans of other shapes can be better by these times. Where rows of x, w or the result
+    are no multiple of 16 bytes, cuBLAS is 2 to 3 times as slow, and few candidates are possible."""
+    p = one.problem
+    aligned = p.depth * p.itemsize % 16 == 0 and p.cols * p.out_itemsize % 16 == 0
+    return aligned and len(one.us) > 1
+
+
 def add(found: Sequence[Measurement], folder: Path) -> dict[str, int]:
-    """Add times to the files in ``folder``; a later time of the same candidate replaces the earlier
-    one. Returns how many shapes each operator has."""
+    """Add times that :func:`says_something` to the files in ``folder``; a later time of the same
+    candidate replaces the earlier one. Returns how many shapes each operator has."""
+    found = [one for one in found if says_something(one)]
     counts = {}
     for op in dict.fromkeys(one.op for one in found):
         path = folder / f"{op}.json"

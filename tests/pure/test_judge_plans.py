@@ -61,20 +61,27 @@ def test_mean_and_ratio(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_add_keeps_other_times_and_replaces_the_same(tmp_path: Path) -> None:
+    """Shapes that say nothing about others are left out."""
     one = a_shape()
     first, second = [c for c in one.us if c][:2]
     other = replace(one, device="H100", us={None: 7.0})
     before = [replace(one, us={None: 40.0, first: 10.0}), other]
     (tmp_path / f"{OP}.json").write_text(write_measurements(OP, before), "utf-8")
-    new = replace(one, problem=replace(one.problem, cols=one.problem.cols + 8), us={None: 5.0})
-    found = [replace(one, us={first: 11.0, second: 12.0, None: 40.0}), new]
+    wider = replace(one.problem, cols=one.problem.cols + 8)
+    new = replace(one, problem=wider, us={None: 5.0, first: 6.0})
+    alone = replace(new, problem=replace(one.problem, cols=one.problem.cols + 16), us={None: 5.0})
+    odd = [
+        replace(new, problem=replace(one.problem, **{name: getattr(one.problem, name) + 4}))
+        for name in ("cols", "depth")
+    ]
+    found = [replace(one, us={first: 11.0, second: 12.0, None: 40.0}), alone, new, *odd]
     assert judge_plans.add(found, tmp_path) == {OP: 3}
     text = (tmp_path / f"{OP}.json").read_text("utf-8")
     merged = judge_plans.measurements.read_measurements(text, OP)
     assert [dict(each.us) for each in merged] == [
         {None: 40.0, first: 11.0, second: 12.0},
         {None: 7.0},
-        {None: 5.0},
+        {None: 5.0, first: 6.0},
     ]
     assert [each.device for each in merged] == ["H200", "H100", "H200"]
 

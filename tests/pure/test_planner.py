@@ -64,7 +64,7 @@ def test_a_shape_that_was_not_measured_is_planned_well(op: str, device: str) -> 
     planner = Planner(op, H100 if device == "H100" else H200, tuple(known))
     regrets = regrets_of(planner, [one for one in known if one.device == device][::2])
     assert math.exp(sum(regrets) / len(regrets)) < 1.03
-    assert sorted(regrets)[int(0.95 * len(regrets))] < math.log(1.12)
+    assert sum(regret > math.log(1.12) for regret in regrets) < 0.08 * len(regrets)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
