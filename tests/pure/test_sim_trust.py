@@ -75,7 +75,7 @@ def test_another_device_is_predicted_from_its_data_sheet() -> None:
         math.exp(sum(errors) / len(errors)) - 1.0,
         sum(error > math.log(1.0 + GOOD_WORST) for error in errors),
     )
-    assert not unknown and (len(whole), f"{mean:.1%}", over) == (561, "4.2%", 5)
+    assert not unknown and (len(whole), f"{mean:.1%}", over) == (561, "4.3%", 8)
     taken_for_h200 = [abs(math.log(1.0 + one.error)) for one in judge(cells)[0]]
     assert sum(taken_for_h200) / len(taken_for_h200) > 3 * sum(errors) / len(errors), (
         "the data sheet makes the difference"

@@ -205,7 +205,8 @@ class Coefficients:
     own_* : lookups by tileweave's kernel: ``memory``, fraction of the memory rate; ``bag``, time
         per bag.
     pooled_* : lookups that store to peers: ``latency``; ``norm``, the p of the norm of reading and
-        sending; ``host``, what the host takes for an eager call, of which hosts differ by two.
+        sending; ``trip``, from a load until the next rows of a bag are loaded; ``host``, what the
+        host takes for an eager call, of which hosts differ by two.
     """
 
     matmul_launch: float
@@ -264,6 +265,7 @@ class Coefficients:
     own_bag: float
     pooled_latency: float
     pooled_norm: float
+    pooled_trip: float
     pooled_host: float
 
 
@@ -318,6 +320,7 @@ def load_calibration(path: str | None = None) -> Calibration:
 _REMEDY = "make it again: tileweave simulate calibrate"
 _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 # What times are divided by; rates are in bytes/s. Others are seconds, or fractions from 0.
+_ROWS_AT_ONCE = 4  # of a bag, by the kernel of lookups
 _NORMS, _RATES = ("matmul_norm", "pooled_norm"), ("matmul_feed", "matmul_stream", "fused_feed")
 _DIVISORS = ("flops", "memory", "sustained", "limit", "unaligned", "rate", "fraction", "one")
 _DIVISORS += ("stream", "permute", "attention")
@@ -560,9 +563,11 @@ class Costs:
         return norm(3.0, memory, self.c.own_bag * bags * scale)
 
     def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
-        """That kernel with results stored to peers, which alone takes ``sent`` seconds."""
+        """That kernel with results stored to peers, which alone takes ``sent`` seconds. Rows of a
+        bag are loaded a few at a time, one after the other."""
+        trips = rows / max(bags, 1.0) / _ROWS_AT_ONCE * self.c.pooled_trip
         return self.c.pooled_latency + norm(
-            self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent
+            self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent, trips
         )
 
 

@@ -58,6 +58,7 @@ class Cell:
     repeats : the times whose median is ``seconds``, if the file has them.
     runs : number of measurements.
     again : calls were repeated with nothing between. (In benches, rivals take turns.)
+    in_l2 : of lookups: rows were read again from tables that L2 holds one by one.
     """
 
     source: str
@@ -72,6 +73,7 @@ class Cell:
     repeats: tuple[float, ...] = ()
     runs: int = 1
     again: bool = False
+    in_l2: bool = False
 
     @property
     def key(self) -> str:
@@ -85,8 +87,10 @@ class Cell:
 
     @property
     def in_domain(self) -> bool:
-        """Whether the model covers it: it knows cuBLAS on rows that are no multiples of 16 bytes,
-        and not our kernels."""
+        """Whether the model covers it. It knows cuBLAS on rows that are no multiples of 16 bytes,
+        and not our kernels, and reads all rows of our lookups from memory."""
+        if self.in_l2:
+            return self.quantity not in ("fused", "own")
         if self.quantity != "fused" or len(self.shape) != 3 or self.op == "layer":
             return True
         scatters = self.op != "all_gather_matmul"
@@ -243,6 +247,7 @@ def config_of_plan(op: str, plan: str) -> MatmulConfig | None:
     return next((config for config in PLANNED[op].configs if str(config) == cut), None)
 
 
+_L2_BYTES = 50e6  # of H100 and H200
 _EMBEDDING = {
     "tileweave": "fused",
     "lookup": "own",
@@ -258,6 +263,8 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
     if case["multi_hot"]:
         return []
     world, itemsize = data["world_size"], 4 if case["dtype"] == "float32" else 2
+    table = case["rows"] * case["dim"] * itemsize
+    in_l2 = table <= _L2_BYTES and case["batch"] * case["pooling"] > case["rows"]
     shape = (case["batch"], case["tables"] * world, case["dim"], case["pooling"], itemsize)
     return [
         Cell(
@@ -269,6 +276,7 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
             case["graph"],
             **_times(timing),
             itemsize=itemsize,
+            in_l2=in_l2,
         )
         for name, timing in case["times"].items()
         if name in _EMBEDDING and timing.get("median_us")

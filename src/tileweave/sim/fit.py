@@ -117,6 +117,7 @@ START = Coefficients(
     own_bag=1e-10,
     pooled_latency=1e-5,
     pooled_norm=6.0,
+    pooled_trip=1.5e-6,
     pooled_host=2e-4,
 )
 
@@ -199,7 +200,7 @@ BLOCKS = (
     Block("own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100),
     Block(
         "pooled",
-        ("pooled_latency", "pooled_norm", "pooled_host"),
+        ("pooled_latency", "pooled_norm", "pooled_trip", "pooled_host"),
         lambda cell: _of_lookups(cell, "fused"),
         100,
     ),
