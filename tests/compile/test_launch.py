@@ -418,8 +418,9 @@ def test_launches_are_compiled_before_they_are_made() -> None:
             for launcher, arguments in calls:
                 launcher(*arguments)
         assert len(launches) == len(cases) and not launched and not made
-        compile_all(launches, 1, 2)
+        kernels = compile_all(launches, 1, 2)
         assert len(made) == 3 and not launched
+        assert kernels[0] is kernels[2] and len({id(kernel) for kernel in kernels}) == 3
         for launcher, arguments in calls:
             launcher(*arguments)
         assert len(made) == 3 and len(launched) == 3
@@ -433,5 +434,4 @@ def test_a_kernel_that_the_gpu_has_no_room_for_is_found_before_a_launch() -> Non
             launcher, arguments = launch_of(each)
             launcher(*arguments)
     with offline("sm_90"):
-        compile_all(launches, 0, 1)
-        assert [each.fits() for each in launches] == [True, False]
+        assert [launch.fits(kernel) for kernel in compile_all(launches, 0, 1)] == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import tileweave as tw
 from tileweave.kernels.runtime import compile_all as compiling
 from tileweave.kernels.runtime import launch as launching
 from tileweave.ops.core import registry
+from tileweave.ops.matmul import warmup as warmups
 from tileweave.planning.problem import Plan
 
 EXCHANGE = {"scatter_dim": 0, "gather_dim": 1}
@@ -438,9 +440,10 @@ def warmed(me: Member) -> None:
         made.append(given[0].shape[0])
         launch(self, *given)
 
-    def compile_all(launches: list[launching.Planned], rank: int, size: int) -> None:
+    def compile_all(launches: list[launching.Planned], rank: int, size: int) -> list[str]:
         compiled.append(len(launches))
         made.clear()  # the launches until now were not made
+        return [launch.kernel.__name__ for launch in launches]
 
     sizes, options = [2, 8, 70, 4], {"dtype": torch.float32, "device": "cpu"}
     size = me.world_size
@@ -469,6 +472,43 @@ def warmed(me: Member) -> None:
 
 def test_warmup_of_many_rows(world: World) -> None:
     world.run(warmed)
+
+
+def compiled_in_parts(me: Member) -> None:
+    """Calls that keep more memory than they may are compiled before more calls are made. Kernels
+    are returned by call, and what calls share counts once."""
+    parts: list[int] = []
+    memories: list[dict[int, int]] = []
+    x, w = torch.ones(64, 256), torch.ones(512, 256)
+
+    def compile_all(launches: list[launching.Planned], rank: int, size: int) -> list[str]:
+        parts.append(len(launches))
+        memories.extend(launch.memory() for launch in launches)
+        return [f"{len(parts)}.{number}" for number in range(len(launches))]
+
+    def compiled(most: float) -> list[list[str]]:
+        parts.clear()
+        with (
+            mock.patch.object(compiling, "compile_all", compile_all),
+            mock.patch.object(warmups, "most_kept", return_value=most),
+        ):
+            calls = [partial(tw.all_gather_matmul, x, each) for each in (w, w, *others)]
+            return warmups.compile_calls(registry.name_of(None), x.device, calls)
+
+    others = [w.clone() for _ in range(4)]
+    assert compiled(math.inf) == [[f"1.{number}"] for number in range(6)] and parts == [6]
+    first, second, third, *_ = memories
+    at, other = w.untyped_storage().data_ptr(), others[0].untyped_storage().data_ptr()
+    assert first[at] == second[at] == third[other] == w.nbytes and at not in third
+    assert first != second, "of results that differ"
+    three = sum((first | second | third).values())
+    kernels = [f"{part}.{number}" for part in (1, 2) for number in range(3)]
+    assert compiled(three - 1) == [[kernel] for kernel in kernels] and parts == [3, 3, 0]
+    assert compiled(0) == [[f"{part}.0"] for part in range(1, 7)] and parts == [1] * 6 + [0]
+
+
+def test_what_waits_to_be_compiled_keeps_little_memory(world: World) -> None:
+    world.run(compiled_in_parts)
 
 
 # --- What is refused ---

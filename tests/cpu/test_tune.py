@@ -20,6 +20,7 @@ from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.errors import UnsupportedError
+from tileweave.kernels.runtime import launch as launching
 from tileweave.launcher import Member as Launched
 
 pytest.importorskip("rich")
@@ -127,10 +128,7 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
             each()
         compiled.extend(ran)
         ran.clear()
-        return [[launch(True), launch(each != large)] for each in compiled]
-
-    def launch(fits: bool) -> Any:
-        return SimpleNamespace(fits=lambda: fits)
+        return [["small", "large" if each == large else "small"] for each in compiled]
 
     compiled: list[Any] = []
     made = SimpleNamespace(functions={OURS: call}, errors=errors, dtype=torch.float32)
@@ -141,6 +139,7 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measure, "forget_case", forget)
     monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
     monkeypatch.setattr(measure, "compile_calls", compiles)
+    monkeypatch.setattr(launching, "fits", lambda kernel: kernel == "small")
     monkeypatch.setattr(measure, "measure", timed)
     tried = (right, large, wrong)
     found, refused, unfit = measure.measure_case(member, case, 7, tried, 3, said.append)

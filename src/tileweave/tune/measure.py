@@ -70,6 +70,8 @@ def measure_case(
 ) -> Found:
     """Time the unfused path and the configs ``tried`` for ``case``, ``repeats`` times each.
     Collective; all ranks get the same result."""
+    from tileweave.kernels.runtime.launch import fits
+
     made = samples_of(case.op).rival(case, member, (OURS,), seed)
     ours, device = made.functions[OURS], member.device
     problem = problem_of(case, member.world_size)
@@ -78,8 +80,8 @@ def measure_case(
     compiled = compile_calls(name_of(member.group), device, _calls(case.op, with_kernel, ours))
     unfit = tuple(
         config
-        for config, launches in zip(with_kernel, compiled, strict=True)
-        if worst(float(not all(one.fits() for one in launches)), device, member.group)
+        for config, kernels in zip(with_kernel, compiled, strict=True)
+        if worst(float(not all(map(fits, kernels))), device, member.group)
     )
     configs = [None, *(config for config in tried if config not in unfit)]
     wrong: dict[MatmulConfig | None, float] = {}

@@ -152,13 +152,19 @@ class Planned(NamedTuple):
         """Compile the kernel for these arguments, if it was not yet, and return it."""
         return self.kernel.run(*self.arguments, grid=(self.programs,), warmup=True, **self.options)
 
-    def fits(self) -> bool:
-        """Whether the current GPU has the shared memory that the kernel needs."""
-        if knobs.runtime.interpret:
-            return True
-        driver = active.active
-        has = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-        return self.compile().metadata.shared <= has
+    def memory(self) -> dict[int, int]:
+        """The memory that the arguments keep: address and bytes."""
+        values = (value for each in self.arguments for _, value in leaves("", each))
+        tensors = (getattr(value, "base", value) for value in values)
+        kept = [each.untyped_storage() for each in tensors if hasattr(each, "untyped_storage")]
+        return {storage.data_ptr(): storage.nbytes() for storage in kept}
+
+
+def fits(kernel: Any) -> bool:
+    """Whether the current GPU has the shared memory that a compiled kernel needs."""
+    driver = active.active
+    has = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    return kernel.metadata.shared <= has
 
 
 class _Collecting(threading.local):

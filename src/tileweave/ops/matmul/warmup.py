@@ -7,10 +7,11 @@ rows first, so that memory is reserved once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 import torch
 
@@ -20,9 +21,6 @@ from tileweave.ops.core.registry import Group, group_of, machine_of, name_of, ra
 from tileweave.ops.matmul.scaled import FP8, RECIPES, blocks
 from tileweave.planning.problem import FAST, Plan
 from tileweave.transport.compile_only import compile_only
-
-if TYPE_CHECKING:
-    from tileweave.kernels.runtime.launch import Planned
 
 Rows = int | Iterable[int]
 Warmed = Plan | dict[int, Plan]
@@ -145,29 +143,53 @@ def has_kernel(config: object) -> bool:
 
 def compile_calls(
     group_name: str, device: torch.device, calls: Iterable[Callable[[], object]]
-) -> list[list[Planned]]:
+) -> list[list[Any]]:
     """Compile the kernels of ``calls`` in parallel. Collective before the first call of the group.
 
     Each is made once, over a transport that sends nothing, and its kernels are not launched. Their
     plans must be such that :func:`has_kernel`: others would run, and wait for peers. Returns the
-    launches of each call.
+    kernels of each call; none where kernels are interpreted.
+
+    What is not yet compiled keeps the tensors of its call: at most a quarter of the GPU's memory,
+    then it is compiled before further calls are made.
     """
     from tileweave.kernels.runtime.compile_all import compile_all
     from tileweave.kernels.runtime.launch import collect_launches
 
     rank, world_size = rank_and_size(group_name)
     machine, ranks = machine_of(device), topology_of(group_of(group_name), device)
+    made: list[list[Any]] = []
+    waiting: list[int] = []  # how many launches each call has
+    kept: dict[int, int] = {}
     with (
         torch.no_grad(),
         compile_only(group_name, device, rank, ranks, machine),
         collect_launches() as launches,
     ):
-        ends = [0]
+
+        def compile_waiting() -> None:
+            kernels = iter(compile_all(launches, rank, world_size))
+            made.extend(list(islice(kernels, count)) for count in waiting)
+            for each in (launches, waiting, kept):
+                each.clear()
+
         for call in calls:
+            before = len(launches)
             call()
-            ends.append(len(launches))
-        compile_all(launches, rank, world_size)
-    return [launches[begin:end] for begin, end in pairwise(ends)]
+            waiting.append(len(launches) - before)
+            for launch in launches[before:]:
+                kept |= launch.memory()
+            if sum(kept.values()) > most_kept(device):
+                compile_waiting()
+        compile_waiting()
+    return made
+
+
+def most_kept(device: torch.device) -> float:
+    """Bytes that calls may keep until their kernels are compiled."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory / 4
 
 
 def call_for_warmup(
