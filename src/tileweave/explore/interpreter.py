@@ -39,7 +39,7 @@ from tileweave.explore.variants import launch_checked
 from tileweave.kernels.runtime.launch import Launcher, flat
 
 # kernels that choose between pointers in two ways, one of them for AMD's compiler
-POINTERS = ("tileweave.kernels.all_gather.triton", "tileweave.kernels.experts.dispatch_triton")
+POINTERS = ("tileweave.kernels.all_gather.arrivals", "tileweave.kernels.experts.dispatch_triton")
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
