@@ -67,6 +67,14 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
     hooks = Hooks(fast)
     words = _words()
     scope = LANGUAGE.patch()
+    of_kernels: list[Change] = [
+        *((import_module(module), "is_hip", hooks.is_hip) for module in POINTERS),
+        *((import_module(module), name, value) for module, name, value in SMALLER),
+    ]
+    moved = [
+        f"{where.__name__}.{name}" for where, name, _ in of_kernels if not hasattr(where, name)
+    ]
+    assert not moved, f"kernels have no {', '.join(moved)}, which exploration replaces"
     changes: list[Change] = [
         *_calls(hooks),
         (_BUILDER, "create_masked_load", hooks.masked_load),
@@ -75,9 +83,8 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
-        *((import_module(module), "is_hip", hooks.is_hip) for module in POINTERS),
         (Launcher, "__call__", lambda self, *given: launch_checked(self, given)),
-        *((import_module(module), name, value) for module, name, value in SMALLER),
+        *of_kernels,
     ]
     if fast:
         changes += _quick_language(hooks, words)
