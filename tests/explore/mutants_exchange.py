@@ -118,8 +118,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "parts go by rank, not by arrival",
         SOURCES,
-        "((step - 1) * rows + row)",
-        "(source * rows + row)",
+        "remote = tl.cast(step - 1, tl.int64) * rows * depth",
+        "remote = source.to(tl.int64) * rows * depth",
         IN,
     ),
     Mutant(
