@@ -27,7 +27,7 @@ from rich.table import Table
 from tileweave.errors import InputError
 from tileweave.planning import cache, measurements
 from tileweave.planning.candidates import PLANNED, TUNABLE
-from tileweave.planning.costs import DEVICES, device_of
+from tileweave.planning.costs import DEVICES, device_of, is_aligned
 from tileweave.planning.machine import H200
 from tileweave.planning.measurements import Measurement, packaged, write_measurements
 from tileweave.planning.planner import Planner
@@ -104,8 +104,7 @@ def says_something(one: Measurement) -> bool:
     """Whether plans of other shapes can be better by these times. Where rows of x, w or the result
     are no multiple of 16 bytes, cuBLAS is 2 to 3 times as slow, and few candidates are possible."""
     p = one.problem
-    aligned = p.depth * p.itemsize % 16 == 0 and p.cols * p.out_itemsize % 16 == 0
-    return aligned and len(one.us) > 1
+    return is_aligned(p.cols, p.depth, p.itemsize) and len(one.us) > 1
 
 
 def add(found: Sequence[Measurement], folder: Path) -> dict[str, int]:

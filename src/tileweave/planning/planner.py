@@ -101,12 +101,13 @@ class Planner:
             if config.kernel != "library" and not p.keeps_sums:
                 caution *= _PROMOTED
         near, weights, total = self._weights(_place(p)), 0.0, 0.0
-        for point in self._points.get(known, ()):
+        points = self._points.get(known, ())
+        for point in points:
             weights += near[point.shape]
             total += near[point.shape] * point.log_ratio
         total += _FAR * self._medians.get(known, 0.0)
         if config is not None and config.kernel != "library":
-            unknown = max(0.0, 1.0 - len(self._points.get(known, ())) / _MANY_SHAPES)
+            unknown = max(0.0, 1.0 - len(points) / _MANY_SHAPES)
             caution *= 1.0 + _LITTLE_KNOWN * unknown
         device = caution * self.closed_form(p, config) * math.exp(total / (weights + _FAR))
         return round(max(device, host), 9)

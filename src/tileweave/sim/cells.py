@@ -24,9 +24,10 @@ from typing import Any
 from tileweave.errors import InputError, require
 from tileweave.files import read_json, short
 from tileweave.planning.candidates import PLANNED
-from tileweave.planning.costs import is_aligned
+from tileweave.planning.costs import REFERENCE, is_aligned
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.stored import read_config
+from tileweave.sim.machine import presets
 from tileweave.sim.modelled import MODELLED
 from tileweave.sim.results import ALLOWED, REMEDY, why_not
 from tileweave.sim.tables import Tables, read_tables, with_config
@@ -247,7 +248,6 @@ def config_of_plan(op: str, plan: str) -> MatmulConfig | None:
     return next((config for config in PLANNED[op].configs if str(config) == cut), None)
 
 
-_L2_BYTES = 50e6  # of H100 and H200
 _EMBEDDING = {
     "tileweave": "fused",
     "lookup": "own",
@@ -263,8 +263,8 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
     if case["multi_hot"]:
         return []
     world, itemsize = data["world_size"], 4 if case["dtype"] == "float32" else 2
-    table = case["rows"] * case["dim"] * itemsize
-    in_l2 = table <= _L2_BYTES and case["batch"] * case["pooling"] > case["rows"]
+    held = case["rows"] * case["dim"] * itemsize <= presets()["devices"][REFERENCE].l2
+    in_l2 = held and case["batch"] * case["pooling"] > case["rows"]
     shape = (case["batch"], case["tables"] * world, case["dim"], case["pooling"], itemsize)
     return [
         Cell(

@@ -53,8 +53,8 @@ def compile_cases(member: Member, several: Sequence[tuple[Case, Sequence[MatmulC
 
     def calls() -> Iterator[Callable[[], object]]:
         for case, tried in several:
-            made = samples_of(case.op).rival(case, member, (OURS,), 0)
-            yield from _calls(case.op, tried, made.functions[OURS])
+            ours = samples_of(case.op).rival(case, member, (OURS,), 0).functions[OURS]
+            yield from (_forcing(case.op, config, ours) for config in tried if has_kernel(config))
 
     compile_calls(name_of(member.group), member.device, calls())
     forget_case(member)
@@ -77,7 +77,8 @@ def measure_case(
     problem = problem_of(case, member.world_size)
     progress(f"compiles {len(tried)} candidates")
     with_kernel = [config for config in tried if has_kernel(config)]
-    compiled = compile_calls(name_of(member.group), device, _calls(case.op, with_kernel, ours))
+    calls = [_forcing(case.op, config, ours) for config in with_kernel]
+    compiled = compile_calls(name_of(member.group), device, calls)
     unfit = tuple(
         config
         for config, kernels in zip(with_kernel, compiled, strict=True)
@@ -104,13 +105,6 @@ def measure_case(
     forget_case(member)
     us = {by_name[name]: timing.median_us for name, timing in timings.items()}
     return Found(Measurement(case.op, problem, us), wrong, unfit)
-
-
-def _calls(
-    op: str, tried: Sequence[MatmulConfig], call: Callable[[], object]
-) -> list[Callable[[], object]]:
-    """Calls of the configs that can be compiled by this rank alone."""
-    return [_forcing(op, config, call) for config in tried if has_kernel(config)]
 
 
 def _forcing(

@@ -158,7 +158,7 @@ def compile_calls(
 
     rank, world_size = rank_and_size(group_name)
     machine, ranks = machine_of(device), topology_of(group_of(group_name), device)
-    made: list[list[Any]] = []
+    made, most = [], most_kept(device)
     waiting: list[int] = []  # how many launches each call has
     kept: dict[int, int] = {}
     with (
@@ -179,7 +179,7 @@ def compile_calls(
             waiting.append(len(launches) - before)
             for launch in launches[before:]:
                 kept |= launch.memory()
-            if sum(kept.values()) > most_kept(device):
+            if sum(kept.values()) > most:
                 compile_waiting()
         compile_waiting()
     return made
