@@ -6,8 +6,8 @@ Each rank has samples of its own. The backward of the tables takes the step of r
 place; the MLP is an ordinary DistributedDataParallel module. ``dlrm.py`` is larger, and measures.
 """
 
-import gc
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item() / dist.get_world_size():.4f}")
     tw.close()
-    del mlp
-    gc.collect()  # else threads of gloo may outlive the group, and the process aborts at its end
     dist.destroy_process_group()
+    time.sleep(0.1)  # meanwhile gloo's threads drop their last tensors: at Python's exit they abort
 
 
 if __name__ == "__main__":

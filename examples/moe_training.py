@@ -7,6 +7,7 @@ is summed by hand, and one optimizer on every rank keeps router and experts righ
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.4f}")
     tw.close()
     dist.destroy_process_group()
+    time.sleep(0.1)  # meanwhile gloo's threads drop their last tensors: at Python's exit they abort
 
 
 if __name__ == "__main__":
