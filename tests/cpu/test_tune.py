@@ -97,14 +97,12 @@ def test_shapes_are_measured_kept_and_planned_by(
 
 
 def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own config is forced when it is compiled, checked and timed; one that is wrong has no
-    time, and one at the bound of the error is right. One whose kernel does not fit the GPU is not
-    called."""
+    """Its own config is forced when it is checked and timed; one that is wrong has no time, and one
+    at the bound of the error is right."""
     op, device = "matmul_all_reduce", torch.device("cpu")
     member: Any = SimpleNamespace(world_size=2, device=device, group="group", rank=0)
     case, checked, ran, said, names = of_sizes(op, 8, 16, 32, "float32"), [], [], [], []
     right, wrong = candidates(op, problem_of(case, 2), machine_of(device))[:2]
-    large = replace(right, num_stages=9)
     bound = TOLERANCE[torch.float32]
 
     def errors() -> list[float]:
@@ -122,32 +120,17 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
             function()
         return {name: SimpleNamespace(median_us=float(at)) for at, name in enumerate(functions)}
 
-    def compiles(name: str, on: object, calls: list[Any]) -> list[list[Any]]:
-        assert (name, on, checked) == ("name", device, [])
-        for each in calls:
-            each()
-        compiled.extend(ran)
-        ran.clear()
-        return [["small", "large" if each == large else "small"] for each in compiled]
-
-    compiled: list[Any] = []
     made = SimpleNamespace(functions={OURS: call}, errors=errors, dtype=torch.float32)
     samples = SimpleNamespace(rival=lambda *given: given == (case, member, (OURS,), 7) and made)
     forget = mock.Mock()
     monkeypatch.setattr(measure, "samples_of", lambda name: {op: samples}[name])
     monkeypatch.setattr(measure, "worst", lambda error, on, group: error)
     monkeypatch.setattr(measure, "forget_case", forget)
-    monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
-    monkeypatch.setattr(measure, "compile_calls", compiles)
-    monkeypatch.setattr(launching, "fits", lambda kernel: kernel == "small")
     monkeypatch.setattr(measure, "measure", timed)
-    tried = (right, large, wrong)
-    found, refused, unfit = measure.measure_case(member, case, 7, tried, 3, said.append)
-    assert (compiled, checked, ran) == ([*tried], [None, right, wrong], [None, right])
-    checks = [f"checks candidate {number} of 3" for number in (1, 2, 3)]
-    assert said == ["compiles 3 candidates", *checks]
+    found, refused = measure.measure_case(member, case, 7, (right, wrong), 3, said.append)
+    assert (checked, ran) == ([None, right, wrong], [None, right])
+    assert said == [f"checks candidate {number} of 3" for number in (1, 2, 3)]
     assert found.us == {None: 0.0, right: 1.0} and refused == {wrong: 2 * bound}
-    assert unfit == (large,)
     assert names == ["unfused", f"1: {right}"]
     forget.assert_called_once_with(member)
 
@@ -184,12 +167,13 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
     measured = {None: 4.0, possible[0]: 2.0, possible[1]: 3.0}
     found = Measurement(op, problem, measured | ({before: 8.0} if planned else {}))
     large = replace(possible[0], num_stages=9)
-    measured_now = measure.Found(found, {possible[1]: 1.0}, (large,))
+    measured_now = measure.Found(found, {possible[1]: 1.0})
     measuring, add, said = mock.Mock(return_value=measured_now), mock.Mock(), mock.Mock()
     monkeypatch.setattr(run, "measure_case", measuring)
     monkeypatch.setattr(run, "_plan", lambda *_: SimpleNamespace(config=before))
+    assert run._candidates(case, member) == (before, tried)
     monkeypatch.setattr(run.tuned_choices, "add", add)
-    kept, row = run.tune_case(member, case, 7, 3, said)
+    kept, row = run.tune_case(member, run.Tried(case, before, tried, (large,)), 7, 3, said)
     measuring.assert_called_once_with(member, case, 7, tried, 3, said)
     add.assert_called_once_with(member.device, 2, [found])
     assert kept == found
@@ -202,7 +186,7 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
         8.0 if planned else 4.0,
         2.0,
         4.0,
-        len(tried) + 1,
+        len(tried) + 2,
         (run._named(possible[1]),),
         (run._named(large),),
     )
@@ -212,35 +196,48 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
 def test_candidates_of_several_shapes_are_compiled_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each shape once, before it is measured; every call has its own config."""
+    """Each shape once, before it is measured; every call has its own config. One whose kernel does
+    not fit the GPU is not tried."""
     member, op, said = on_one_rank(monkeypatch), "matmul_all_reduce", mock.Mock()
-    cases = tuple(of_sizes(op, rows, 16, 32, "float32") for rows in range(1, run.AHEAD + 3))
-    made, compiled = [], []
-    monkeypatch.setattr(run, "_tried", lambda case, _: (None, tried))
-    monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
-    monkeypatch.setattr(measure, "forget_case", forget := mock.Mock())
-    tried = candidates(op, problem_of(cases[0], 2), machine_of(member.device))
-    chunks = replace(tried[0], kernel="library", transport="nodes")  # waits for other nodes
-    tried = (*tried, chunks)
+    cases = [of_sizes(op, rows, 16, 32, "float32") for rows in range(1, run.AHEAD + 3)]
+    known = candidates(op, problem_of(cases[0], 2), machine_of(member.device))
+    chunks = replace(known[0], kernel="library", transport="nodes")  # waits for other nodes
+    known = (*known, chunks)
+    made: list[Any] = []
+    compiled: list[int] = []
 
     def rival(case: Any, *_: object) -> Any:
         return SimpleNamespace(
             functions={OURS: lambda: made.append((case, choices.forced_config(op)))}
         )
 
-    def compiles(name: str, on: object, calls: Any) -> None:
+    def large_at(case: Any) -> Any:  # another one for each case
+        return known[cases.index(case) % (len(known) - 1)]
+
+    def compiles(name: str, on: object, calls: Any) -> list[list[str]]:
         assert (name, on) == ("name", member.device)
+        before = len(made)
         for each in calls:
             each()
         compiled.append(len(made))
+        return [
+            ["small", "large" if config == large_at(case) else "small"]
+            for case, config in made[before:]
+        ]
 
+    monkeypatch.setattr(run, "_candidates", lambda case, _: (known[1], known))
+    monkeypatch.setattr(measure, "name_of", {"group": "name"}.get)
+    monkeypatch.setattr(measure, "forget_case", forget := mock.Mock())
     monkeypatch.setattr(measure, "samples_of", lambda name: SimpleNamespace(rival=rival))
     monkeypatch.setattr(measure, "compile_calls", compiles)
-    for number in range(len(cases)):
-        run.compile_ahead(member, cases, number, said)
-        assert cases[number] in {case for case, _ in made}
-    each = len(tried) - 1
-    assert made == [(case, config) for case in cases for config in tried[:-1]]
+    monkeypatch.setattr(measure, "worst", lambda error, on, group: error)
+    monkeypatch.setattr(launching, "fits", lambda kernel: kernel == "small")
+    for case, tried in zip(cases, run.compiled_cases(member, cases, said), strict=True):
+        assert case in {case for case, _ in made}
+        left = tuple(config for config in known if config != large_at(case))
+        assert tried == run.Tried(case, known[1], left, (large_at(case),))
+    each = len(known) - 1
+    assert made == [(case, config) for case in cases for config in known[:-1]]
     assert compiled == [run.AHEAD * each, len(cases) * each]
     assert forget.mock_calls == [mock.call(member)] * 2
     assert said.mock_calls == [
@@ -258,10 +255,10 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     steps = said.__enter__.return_value
     row = run.Row(op, "name", (8, 16, 32), "unfused", "triton push", 3.0, 2.0, 3.0, 2)
 
-    def tuned(member: Any, case: Any, seed: int, repeats: int, tell: object) -> tuple[Any, Any]:
-        assert (seed, repeats, tell) == (len(merged), 4, steps.detail)
+    def tuned(member: Any, tried: Any, seed: int, repeats: int, tell: object) -> tuple[Any, Any]:
+        assert (tried, seed, repeats, tell) == (cases[seed].name, len(merged), 4, steps.detail)
         clock[0] += 10.0
-        return case.name, row
+        return tried, row
 
     merged: list[Any] = []
     monkeypatch.setattr(
@@ -269,7 +266,8 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     )
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(run, "tune_case", tuned)
-    monkeypatch.setattr(run, "compile_ahead", ahead := mock.Mock())
+    compiled = mock.Mock(return_value=(case.name for case in cases))
+    monkeypatch.setattr(run, "compiled_cases", compiled)
     monkeypatch.setattr(run.tuned_choices, "agree", agree := mock.Mock())
     monkeypatch.setattr(run.cache, "merge", lambda key, found: merged.append((key, *found)))
     outcome = run.tune(member, run.Options(cases, 4, 20.0))
@@ -279,7 +277,7 @@ def test_tuning_tells_what_it_does_and_ends_in_time(
     assert outcome == run.Outcome(
         [row, row], [f"{op} {cases[2].name}"], str(cache.path_of(key)), 20.0
     )
-    assert ahead.mock_calls == [mock.call(member, [*cases], n, steps.detail) for n in (0, 1)]
+    compiled.assert_called_once_with(member, [*cases], steps.detail)
     left = ("", ", about 20 s left", ", about 10 s left")
     assert steps.now.mock_calls == [
         mock.call(f"{op} {case.name}{rest}") for case, rest in zip(cases, left, strict=True)

@@ -30,7 +30,7 @@ from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.rendezvous import reopened
 from tileweave.transport.workspace import REGISTRY
 from tileweave.tune.measure import FP8
-from tileweave.tune.run import compile_ahead, on_rank_0, tune_case
+from tileweave.tune.run import compiled_cases, on_rank_0, tune_case
 
 _LOG = logging.getLogger("tileweave")
 _REPEATS = 5
@@ -132,13 +132,12 @@ def _tune(
     with REGISTRY.set_aside(name_of(of)):
         on_rank_0(member, lambda: cache.require_writable(key))
         cases = [case_of(op, problem, out) for op, problem in problems]
-        for number, case in enumerate(cases):
-            compile_ahead(member, cases, number, lambda _: None)
-            measured, row = tune_case(member, case, number, _REPEATS, lambda _: None)
+        for number, tried in enumerate(compiled_cases(member, cases, lambda _: None)):
+            measured, row = tune_case(member, tried, number, _REPEATS, lambda _: None)
             on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             _LOG.info(
                 "tuned %s %s, %d of %d: %s, %.1f us; before: %s, %.1f us",
-                *(case.op, case.name, number + 1, len(cases)),
+                *(row.op, row.name, number + 1, len(cases)),
                 *(row.now, row.us, row.before, row.us_before),
             )
     if had_workspace:

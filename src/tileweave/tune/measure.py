@@ -32,12 +32,10 @@ class Found(NamedTuple):
 
     measurement : the times of candidates whose result is right.
     wrong : the other candidates, with their errors.
-    unfit : candidates whose kernel needs more shared memory than the GPU has.
     """
 
     measurement: Measurement
     wrong: dict[MatmulConfig | None, float]
-    unfit: tuple[MatmulConfig, ...]
 
 
 def problem_of(case: Case, world_size: int) -> Problem:
@@ -48,16 +46,32 @@ def problem_of(case: Case, world_size: int) -> Problem:
     return Problem(*sizes, getattr(torch, case.dtype).itemsize, case.dtype)
 
 
-def compile_cases(member: Member, several: Sequence[tuple[Case, Sequence[MatmulConfig]]]) -> None:
-    """Compile the kernels of candidates of several cases in parallel. Collective."""
+def compile_cases(
+    member: Member, several: Sequence[tuple[Case, Sequence[MatmulConfig]]]
+) -> list[tuple[MatmulConfig, ...]]:
+    """Compile the kernels of candidates of several cases in parallel. Collective.
+
+    Returns the candidates of each case whose kernel needs more shared memory than the GPU of some
+    rank has.
+    """
+    from tileweave.kernels.runtime.launch import fits
 
     def calls() -> Iterator[Callable[[], object]]:
         for case, tried in several:
             ours = samples_of(case.op).rival(case, member, (OURS,), 0).functions[OURS]
             yield from (_forcing(case.op, config, ours) for config in tried if has_kernel(config))
 
-    compile_calls(name_of(member.group), member.device, calls())
+    compiled = iter(compile_calls(name_of(member.group), member.device, calls()))
     forget_case(member)
+
+    def unfit(config: MatmulConfig) -> bool:
+        too_large = not all(map(fits, next(compiled)))
+        return worst(float(too_large), member.device, member.group) > 0
+
+    return [
+        tuple(config for config in tried if has_kernel(config) and unfit(config))
+        for _, tried in several
+    ]
 
 
 def measure_case(
@@ -69,22 +83,11 @@ def measure_case(
     progress: Callable[[str], object],
 ) -> Found:
     """Time the unfused path and the configs ``tried`` for ``case``, ``repeats`` times each.
-    Collective; all ranks get the same result."""
-    from tileweave.kernels.runtime.launch import fits
-
+    Collective; all ranks get the same result. Kernels that are not yet compiled are compiled one by
+    one."""
     made = samples_of(case.op).rival(case, member, (OURS,), seed)
     ours, device = made.functions[OURS], member.device
-    problem = problem_of(case, member.world_size)
-    progress(f"compiles {len(tried)} candidates")
-    with_kernel = [config for config in tried if has_kernel(config)]
-    calls = [_forcing(case.op, config, ours) for config in with_kernel]
-    compiled = compile_calls(name_of(member.group), device, calls)
-    unfit = tuple(
-        config
-        for config, kernels in zip(with_kernel, compiled, strict=True)
-        if worst(float(not all(map(fits, kernels))), device, member.group)
-    )
-    configs = [None, *(config for config in tried if config not in unfit)]
+    configs = [None, *tried]
     wrong: dict[MatmulConfig | None, float] = {}
     functions: dict[str, Callable[[], object]] = {}
     by_name: dict[str, MatmulConfig | None] = {}
@@ -104,7 +107,7 @@ def measure_case(
     del functions, made, ours
     forget_case(member)
     us = {by_name[name]: timing.median_us for name, timing in timings.items()}
-    return Found(Measurement(case.op, problem, us), wrong, unfit)
+    return Found(Measurement(case.op, problem_of(case, member.world_size), us), wrong)
 
 
 def _forcing(

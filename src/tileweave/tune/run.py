@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -87,6 +87,7 @@ def tune(member: Member, options: Options) -> Outcome:
     skipped: list[str] = []
     started = time.monotonic()
     with Steps("tune", len(cases), show=member.rank == 0) as steps:
+        tried = compiled_cases(member, cases, steps.detail)
         for number, case in enumerate(cases):
             spent = time.monotonic() - started
             left = f", about {spent / number * (len(cases) - number):.0f} s left" if number else ""
@@ -95,31 +96,45 @@ def tune(member: Member, options: Options) -> Outcome:
                 skipped.append(f"{case.op} {case.name}")
                 steps.done("skipped: out of time")
                 continue
-            compile_ahead(member, cases, number, steps.detail)
-            measured, row = tune_case(member, case, number, options.repeats, steps.detail)
+            measured, row = tune_case(member, next(tried), number, options.repeats, steps.detail)
             on_rank_0(member, lambda one=measured: cache.merge(key, [one]))
             rows.append(row)
             steps.done(f"{row.now}, {row.us:.1f} us, {row.gain:.2f} times as fast as {row.before}")
     return Outcome(rows, skipped, str(cache.path_of(key)), time.monotonic() - started)
 
 
-def compile_ahead(
-    member: Member, cases: Sequence[Case], number: int, progress: Callable[[str], object]
-) -> None:
-    """Before case ``number``, compile the candidates of that and the next ones, if no earlier call
-    has done so. Collective."""
-    if number % AHEAD == 0:
-        some = cases[number : number + AHEAD]
+class Tried(NamedTuple):
+    """A case, and what is tried for it.
+
+    before : the config that was planned before; None: unfused.
+    configs : those to be timed.
+    unfit : those whose kernel needs more shared memory than the GPU has.
+    """
+
+    case: Case
+    before: MatmulConfig | None
+    configs: tuple[MatmulConfig, ...]
+    unfit: tuple[MatmulConfig, ...]
+
+
+def compiled_cases(
+    member: Member, cases: Sequence[Case], progress: Callable[[str], object]
+) -> Iterator[Tried]:
+    """Each case when its candidates are compiled, ``AHEAD`` cases at once. Collective."""
+    for first in range(0, len(cases), AHEAD):
+        some = [(case, *_candidates(case, member)) for case in cases[first : first + AHEAD]]
         progress(f"compiles the candidates of {len(some)} shapes")
-        compile_cases(member, [(case, _tried(case, member)[1]) for case in some])
+        refused = compile_cases(member, [(case, configs) for case, _, configs in some])
+        for (case, before, configs), unfit in zip(some, refused, strict=True):
+            yield Tried(case, before, tuple(c for c in configs if c not in unfit), unfit)
 
 
 def tune_case(
-    member: Member, case: Case, seed: int, repeats: int, progress: Callable[[str], object]
+    member: Member, tried: Tried, seed: int, repeats: int, progress: Callable[[str], object]
 ) -> tuple[Measurement, Row]:
     """Measure one shape, and plan by it from now on. Collective."""
-    before, configs = _tried(case, member)
-    found = measure_case(member, case, seed, configs, repeats, progress)
+    case, before = tried.case, tried.before
+    found = measure_case(member, case, seed, tried.configs, repeats, progress)
     measured = _as_on_rank_0(member, found.measurement)
     tuned_choices.add(member.device, member.world_size, [measured])
     fastest, us = measured.fastest(), measured.us
@@ -132,15 +147,15 @@ def tune_case(
         us.get(before, math.nan),
         us[fastest],
         us[None],
-        len(configs) + 1,
+        len(tried.configs) + len(tried.unfit) + 1,
         tuple(map(_named, found.wrong)),
-        tuple(map(_named, found.unfit)),
+        tuple(map(_named, tried.unfit)),
     )
     return measured, row
 
 
-def _tried(case: Case, member: Member) -> tuple[MatmulConfig | None, tuple[MatmulConfig, ...]]:
-    """The config that is planned now, and those to be measured."""
+def _candidates(case: Case, member: Member) -> tuple[MatmulConfig | None, tuple[MatmulConfig, ...]]:
+    """The config that is planned now, and all candidates, with it."""
     problem = problem_of(case, member.world_size)
     before = _plan(case.op, problem, member).config
     known = (*candidates(case.op, problem, machine_of(member.device)), before)
