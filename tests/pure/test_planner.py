@@ -39,6 +39,27 @@ CONFIG = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
 PROBLEM = Problem(2, 512, 4096, 2048, 2, "bfloat16")
 
 
+def test_the_more_uncertain_a_time_is_the_longer_it_is_predicted() -> None:
+    """By how far measured times nearby are apart, and by how few there are. Each time here is its
+    closed form times one and the same factor up or down, so the mean of logarithms is that form."""
+    op, ours = "matmul_reduce_scatter", MatmulConfig("triton", "sm", 64, 64, 64, 4, 4)
+
+    def caution(config: MatmulConfig, shapes: int, apart: float) -> float:
+        known = []
+        for number in range(shapes):
+            one = replace(PROBLEM, depth=PROBLEM.depth + (number + 1) // 2)
+            off = apart if number % 2 else -apart
+            us = Planner(op, H200, ()).closed_form(one, config) * 1e6 * math.exp(off)
+            known.append(Measurement(op, one, {config: us}))
+        planner = Planner(op, H200, tuple(known))
+        place = replace(PROBLEM, rows=PROBLEM.rows + 1)
+        return planner.predict(place, config) / planner.closed_form(place, config)
+
+    assert caution(ours, 40, 0.0) < 1.01 < 1.04 < caution(ours, 2, 0.0) < 1.05
+    assert caution(ours, 40, 0.3) > 1.15 > 1.1 > caution(ours, 40, 0.1) > 1.015
+    assert caution(CONFIG, 40, 0.0) < caution(CONFIG, 2, 0.0) < 1.005
+
+
 @pytest.mark.parametrize("op", [op for op in TUNABLE if op != "all_to_all_matmul"])
 def test_as_many_tiles_are_predicted_as_a_schedule_has(op: str) -> None:
     rng, costs, tried = random.Random(op), Costs(data_sheet(H200)), 0
@@ -265,7 +286,7 @@ def test_a_scatter_of_fp8_that_keeps_sums_runs_its_own_kernel(rows: int, depth: 
     """Tiles of 256 columns are candidates with and without ``fast_accum``. Of a short K copy
     engines send, which hides more."""
     row, fast = (
-        plan_matmul_reduce_scatter(Problem(2, rows, 8192, depth, 1, FP8, scales=kind), H100, False)
+        plan_matmul_reduce_scatter(Problem(2, rows, 8192, depth, 1, FP8, scales=kind), H200, False)
         for kind in ("row", "row+fast")
     )
     assert row.config is not None and fast.config is not None
@@ -273,7 +294,7 @@ def test_a_scatter_of_fp8_that_keeps_sums_runs_its_own_kernel(rows: int, depth: 
     own = [one.config for one in row.candidates if one.config and one.config.kernel == "hopper"]
     assert {config.tile_n for config in own} == {128, 256}
     eight = Problem(2, rows, 8192, depth, 1, FP8, scales="row")
-    assert fast.config in candidates("matmul_reduce_scatter", eight, H100)
+    assert fast.config in candidates("matmul_reduce_scatter", eight, H200)
     assert fast.config.kernel == "hopper" and fast.config.tile_n == 256
 
 
