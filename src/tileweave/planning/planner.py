@@ -93,8 +93,8 @@ class Planner:
         return _closed_form(self.op, p, config, self._sheet)
 
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
-        """Seconds: measured, or corrected by measurements nearby; rounded, so that ranks with
-        different math libraries agree."""
+        """Seconds: measured, or corrected by measurements nearby and longer the less these agree.
+        Rounded, so that ranks with different math libraries agree."""
         host = host_seconds(config, p.world_size)
         us = self._here.get(p, {}).get(config)
         if us is not None:
@@ -104,18 +104,23 @@ class Planner:
             known, caution = _in_16_bits(config), _UNTRIED
             if config.kernel != "library" and not p.keeps_sums:
                 caution *= _PROMOTED
+        mean, variance = self._log_ratio(p, known)
+        device = caution * self.closed_form(p, config) * math.exp(mean + _RISK * variance / 2.0)
+        return round(max(device, host), 9)
+
+    def _log_ratio(self, p: Problem, config: MatmulConfig | None) -> tuple[float, float]:
+        """Mean and variance of log(measured / closed form), by the points nearby."""
         near, weights, total, squares = self._weights(_place(p)), 0.0, 0.0, 0.0
-        for point in self._points.get(known, ()):
+        for point in self._points.get(config, ()):
             weight = near[point.shape]
             weights += weight
             total += weight * point.log_ratio
             squares += weight * point.log_ratio**2
-        mean = (total + _FAR * self._medians.get(known, 0.0)) / (weights + _FAR)
-        one = _DEVIATION_OF_CUBLAS if known is None or known.kernel == "library" else _DEVIATION
-        apart = max(0.0, squares - 2.0 * mean * total + mean**2 * weights)  # sum of squares
-        variance = (apart + one**2) / (weights + 1.0)
-        seconds = self.closed_form(p, config) * math.exp(mean + _RISK * variance / 2.0)
-        return round(max(caution * seconds, host), 9)
+        mean = (total + _FAR * self._medians.get(config, 0.0)) / (weights + _FAR)
+        around_mean = max(0.0, squares - 2.0 * mean * total + mean**2 * weights)
+        cublas = config is None or config.kernel == "library"
+        one_more = (_DEVIATION_OF_CUBLAS if cublas else _DEVIATION) ** 2
+        return mean, (around_mean + one_more) / (weights + 1.0)
 
     def _weights(self, place: tuple[float, ...]) -> list[float]:
         """How much each measured shape says about this place. Kept, because all candidates ask."""
