@@ -174,6 +174,22 @@ def test_attention_width_follows_its_heads() -> None:
 # --- Lookups ---
 
 
+def test_rows_of_a_small_table_come_from_memory_once() -> None:
+    ops, row = Operators(FOUR), 512.0
+    l2 = FOUR.device.l2
+    assert ops.rows_in_l2(1e6, l2 / row + 1, row) == ops.rows_in_l2(900, 1000, row) == 0.0
+    assert ops.rows_in_l2(1e6, l2 / row, row) == pytest.approx(1 - l2 / row / 1e6, abs=1e-3)
+    rng = random.Random(1)
+    drawn = [rng.randrange(1000) for _ in range(2500)]
+    assert ops.rows_in_l2(2500, 1000, row) == pytest.approx(1 - len(set(drawn)) / 2500, abs=0.01)
+
+    bags, pooling = 524288, 32
+    far, near = (ops.fused_embedding(4, bags, pooling, row, part) for part in (0.0, 0.999))
+    assert 1.8 < far / near < 2.2  # as measured: docs/simulator-accuracy.md, the seventh test
+    assert near > bags * pooling * row / COSTS.c.own_l2
+    assert ops.embedding_all_to_all(Group(4), bags, pooling, row, in_l2=0.999).fused == near
+
+
 def test_lookup_time_is_bound_by_memory_links_or_elements() -> None:
     bags, row = 524288, 512.0
     ops, costs = Operators(FOUR), COSTS

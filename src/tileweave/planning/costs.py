@@ -263,6 +263,8 @@ class Coefficients:
     lookup_memory: float
     own_memory: float
     own_bag: float
+    own_l2: float
+    own_l2_row: float
     pooled_latency: float
     pooled_norm: float
     pooled_trip: float
@@ -321,7 +323,8 @@ _REMEDY = "make it again: tileweave simulate calibrate"
 _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
 # What times are divided by; rates are in bytes/s. Others are seconds, or fractions from 0.
 _ROWS_AT_ONCE = 4  # of a bag, by the kernel of lookups
-_NORMS, _RATES = ("matmul_norm", "pooled_norm"), ("matmul_feed", "matmul_stream", "fused_feed")
+_NORMS = ("matmul_norm", "pooled_norm")
+_RATES = ("matmul_feed", "matmul_stream", "fused_feed", "own_l2")
 _DIVISORS = ("flops", "memory", "sustained", "limit", "unaligned", "rate", "fraction", "one")
 _DIVISORS += ("stream", "permute", "attention")
 
@@ -552,23 +555,30 @@ class Costs:
             + rows * row_bytes / (self.c.lookup_memory * self.device.memory_rate)
         )
 
-    def own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
+    def own_lookup(self, bags: float, rows: float, row_bytes: float, in_l2: float = 0.0) -> float:
         """The same by tileweave's kernel: bytes of rows, results and indices, and a time per bag,
-        which matters for short bags."""
-        return self.c.matmul_launch + self._own_lookup(bags, rows, row_bytes)
+        which matters for short bags.
 
-    def _own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
-        memory = (rows + bags) * (row_bytes + 8.0) / (self.c.own_memory * self.device.memory_rate)
+        in_l2 : the part of the rows that L2 has, since they were read before. 0: all come from
+            memory. L2 takes a time per row, too.
+        """
+        return self.c.matmul_launch + self._own_lookup(bags, rows, row_bytes, in_l2)
+
+    def _own_lookup(self, bags: float, rows: float, row_bytes: float, in_l2: float) -> float:
         scale = HOPPER_SMS / self.device.num_sms
-        return norm(3.0, memory, self.c.own_bag * bags * scale)
+        nbytes = (rows + bags) * (row_bytes + 8.0) - in_l2 * rows * row_bytes
+        memory = nbytes / (self.c.own_memory * self.device.memory_rate)
+        cache = rows * (row_bytes + self.c.own_l2_row) / self.c.own_l2 * scale if in_l2 else 0.0
+        return norm(3.0, memory, cache, self.c.own_bag * bags * scale)
 
-    def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
+    def pooled(
+        self, bags: float, rows: float, row_bytes: float, sent: float, in_l2: float = 0.0
+    ) -> float:
         """That kernel with results stored to peers, which alone takes ``sent`` seconds. Rows of a
         bag are loaded a few at a time, one after the other."""
         trips = rows / max(bags, 1.0) / _ROWS_AT_ONCE * self.c.pooled_trip
-        return self.c.pooled_latency + norm(
-            self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent, trips
-        )
+        own = self._own_lookup(bags, rows, row_bytes, in_l2)
+        return self.c.pooled_latency + norm(self.c.pooled_norm, own, sent, trips)
 
 
 def is_aligned(n: int, k: int, itemsize: int) -> bool:

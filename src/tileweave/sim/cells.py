@@ -24,10 +24,9 @@ from typing import Any
 from tileweave.errors import InputError, require
 from tileweave.files import read_json, short
 from tileweave.planning.candidates import PLANNED
-from tileweave.planning.costs import REFERENCE, is_aligned
+from tileweave.planning.costs import is_aligned
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.stored import read_config
-from tileweave.sim.machine import presets
 from tileweave.sim.modelled import MODELLED
 from tileweave.sim.results import ALLOWED, REMEDY, why_not
 from tileweave.sim.tables import Tables, read_tables, with_config
@@ -59,7 +58,7 @@ class Cell:
     repeats : the times whose median is ``seconds``, if the file has them.
     runs : number of measurements.
     again : calls were repeated with nothing between. (In benches, rivals take turns.)
-    in_l2 : of lookups: rows were read again from tables that L2 holds one by one.
+    rows : of lookups: rows of a table; 0 where the file does not say.
     """
 
     source: str
@@ -74,7 +73,7 @@ class Cell:
     repeats: tuple[float, ...] = ()
     runs: int = 1
     again: bool = False
-    in_l2: bool = False
+    rows: int = 0
 
     @property
     def key(self) -> str:
@@ -89,9 +88,7 @@ class Cell:
     @property
     def in_domain(self) -> bool:
         """Whether the model covers it. It knows cuBLAS on rows that are no multiples of 16 bytes,
-        and not our kernels, and reads all rows of our lookups from memory."""
-        if self.in_l2:
-            return self.quantity not in ("fused", "own")
+        and not our kernels."""
         if self.quantity != "fused" or len(self.shape) != 3 or self.op == "layer":
             return True
         scatters = self.op != "all_gather_matmul"
@@ -263,8 +260,6 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
     if case["multi_hot"]:
         return []
     world, itemsize = data["world_size"], 4 if case["dtype"] == "float32" else 2
-    held = case["rows"] * case["dim"] * itemsize <= presets()["devices"][REFERENCE].l2
-    in_l2 = held and case["batch"] * case["pooling"] > case["rows"]
     shape = (case["batch"], case["tables"] * world, case["dim"], case["pooling"], itemsize)
     return [
         Cell(
@@ -276,7 +271,7 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
             case["graph"],
             **_times(timing),
             itemsize=itemsize,
-            in_l2=in_l2,
+            rows=case["rows"],
         )
         for name, timing in case["times"].items()
         if name in _EMBEDDING and timing.get("median_us")

@@ -207,8 +207,10 @@ class _Builder:
             0, self.world, f"ranks 0 to {self.world - 1}", self.seen.capacities
         )
         bags, row = self._bags()
+        in_l2 = ops.rows_in_l2(self.batch * self.world * model.pooling, model.rows, row)
         time = ops.embedding_all_to_all(
-            self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize
+            *(self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize),
+            in_l2=in_l2,
         )
         vectors = self._interacting()
         pairs = vectors * (vectors + 1) // 2 + model.bottom[-1]

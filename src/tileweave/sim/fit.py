@@ -115,6 +115,8 @@ START = Coefficients(
     lookup_memory=0.8,
     own_memory=0.8,
     own_bag=1e-10,
+    own_l2=1e13,
+    own_l2_row=100.0,
     pooled_latency=1e-5,
     pooled_norm=6.0,
     pooled_trip=1.5e-6,
@@ -198,6 +200,12 @@ BLOCKS = (
         150,
     ),
     Block("own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100),
+    Block(
+        "lookups from L2",
+        ("own_l2", "own_l2_row"),
+        lambda cell: _of_lookups(cell, "fused") and cell.rows > 0,
+        100,
+    ),
     Block(
         "pooled",
         ("pooled_latency", "pooled_norm", "pooled_trip", "pooled_host"),

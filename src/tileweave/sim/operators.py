@@ -459,11 +459,13 @@ class Operators:
         skew: float = 1.0,
         slices: int = 8,
         itemsize: int = 2,
+        in_l2: float = 0.0,
     ) -> OpTime:
         """Lookups of ``bags`` pooled vectors of ``row_bytes`` on each rank, and their all-to-all to
         the owners of the samples.
 
-        ``skew`` is the load of the busiest rank relative to the average. Unfused: torch's lookup,
+        ``skew`` is the load of the busiest rank relative to the average, ``in_l2`` as
+        :meth:`rows_in_l2` has it. Unfused: torch's lookup,
         the all-to-all, and a concatenation of columns. Fused inside a node: tileweave's kernel,
         whose lookup is faster. Across nodes: its lookup in ``slices``, as a pipeline, and a copy of
         what arrives.
@@ -476,18 +478,28 @@ class Operators:
         comm = self.collective("all_to_all", nbytes, group)
         concat = costs.stream(2.0 * bags * row_bytes)
         if group.across == 1 and group.size in FUSED_WORLD_SIZES:
-            fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes)
+            fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes, in_l2)
         else:
-            own = costs.own_lookup(bags * skew, bags * pooling * skew, row_bytes)
+            own = costs.own_lookup(bags * skew, bags * pooling * skew, row_bytes, in_l2)
             fused = self._sliced(own, nbytes, group, slices) + concat
         return self._join(
             lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat
         )
 
-    def fused_embedding(self, world: int, bags: float, pooling: float, row_bytes: float) -> float:
+    def fused_embedding(
+        self, world: int, bags: float, pooling: float, row_bytes: float, in_l2: float = 0.0
+    ) -> float:
         """Seconds of the fused kernel inside a node: rows are read while results go to peers."""
         sent = self._sent_to_all(world, bags * row_bytes / world, self.c.push_fraction)
-        return self.costs.pooled(bags, bags * pooling, row_bytes, sent)
+        return self.costs.pooled(bags, bags * pooling, row_bytes, sent, in_l2)
+
+    def rows_in_l2(self, reads: float, rows: float, row_bytes: float) -> float:
+        """Which part of ``reads`` rows of one table of ``rows`` were read before and are still in
+        L2, if rows are drawn at random. tileweave's kernel reads a table after the other where
+        rows are read again, so L2 keeps a table that is not larger than itself."""
+        if rows * row_bytes > self.cluster.device.l2 or reads <= rows:
+            return 0.0
+        return 1.0 - rows * (1.0 - math.exp(-reads / rows)) / reads
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int) -> float:
         """Seconds of the sum over the experts of each token."""

@@ -27,7 +27,7 @@ from tileweave.sim.tables import Tables, read_entries, read_tables, with_config
 
 _FOLDER = resources.files("tileweave.sim") / "data" / "cells"
 _COMMA = ",\n"
-_DEFAULTS = {"itemsize": 2, "again": False, "in_l2": False, "repeats_us": [], "config": None}
+_DEFAULTS = {"itemsize": 2, "again": False, "rows": 0, "repeats_us": [], "config": None}
 
 
 def devices() -> list[str]:
@@ -76,7 +76,7 @@ def _cell(source: str, entry: dict[str, Any], tables: Tables | None) -> Cell:
         tables,
         tuple(us * 1e-6 for us in entry["repeats_us"]),
         again=entry["again"],
-        in_l2=entry["in_l2"],
+        rows=entry["rows"],
     )
 
 
@@ -113,7 +113,7 @@ def _entry(cell: Cell, planned_with: Tables | None) -> dict[str, Any]:
         "itemsize": cell.itemsize,
         "repeats_us": [float(f"{seconds * 1e6:.6g}") for seconds in cell.repeats],
         "again": cell.again,
-        "in_l2": cell.in_l2,
+        "rows": cell.rows,
         "config": _short(cell.tables.of(cell.op)[0].config) if cell.tables and own else None,
     }
     return {

@@ -172,10 +172,11 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "concat":
         return ops.costs.stream(2.0 * bags * row)
     time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row, itemsize=itemsize)
+    in_l2 = ops.rows_in_l2(batch * pooling, cell.rows, row) if cell.rows else 0.0
     if cell.quantity == "own":
-        return ops.costs.own_lookup(bags, bags * pooling, row)
+        return ops.costs.own_lookup(bags, bags * pooling, row, in_l2)
     if cell.quantity == "fused":
-        seconds = ops.fused_embedding(cell.world_size, bags, pooling, row)
+        seconds = ops.fused_embedding(cell.world_size, bags, pooling, row, in_l2)
         # a call after the other; steps have a host of their own (sim/step.py)
         return seconds if cell.graph else max(seconds, ops.c.pooled_host)
     return {"compute": time.compute, "unfused": time.unfused}.get(cell.quantity)
