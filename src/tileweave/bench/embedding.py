@@ -31,7 +31,7 @@ import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.report import marked, median, new_table, number
-from tileweave.bench.run import Options, run_cases, time_all
+from tileweave.bench.run import Options, host_us, run_cases, time_all
 from tileweave.bench.samples import Benched
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
@@ -282,11 +282,13 @@ def _bench_case(
         "right": error <= TOLERANCE[rivals.dtype],
         "floor_read_us": read,
         "floor_sent_us": sent,
+        "host_us": math.nan,
         "times": {},
         "missing": {},
     }
     if entry["right"]:
         entry["times"] = time_all(rivals.functions, member, options, case.graph, steps)
+        entry["host_us"] = host_us(member, rivals.functions)
     return entry | judge(entry)
 
 
@@ -319,7 +321,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         "peak: bytes read by our lookup over 4.8 TB/s; read, link: floors; +: parts of the gain"
     )
     times = [name for name in RIVALS if any(name in c["times"] for c in report["cases"])]
-    columns = ["case", *times, "peak", "read", "link", *_DERIVED, *_RATIOS, "error"]
+    columns = ["case", *times, "peak", "read", "link", *_DERIVED, *_RATIOS, "host us", "error"]
     table = new_table(title, columns, _HEADINGS)
     for case in report["cases"]:
         if not case["right"]:
@@ -333,10 +335,12 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             number(case["floor_sent_us"]),
         ]
         cells += [number(case[key]) for key in _DERIVED.values()]
-        cells += [marked(case[key], 1.0) for key in _RATIOS.values()] + [f"{case['error']:.0e}"]
+        cells += [marked(case[key], 1.0) for key in _RATIOS.values()]
+        # a report from before 2026-11-28 has no host time, and JSON no NaN
+        cells += [number(case.get("host_us") or math.nan), f"{case['error']:.0e}"]
         table.add_row(*cells)
     table.add_section()
-    blanks = [""] * (len(columns) - 4)
+    blanks = [""] * (len(columns) - 5)
     right = [c for c in report["cases"] if c["right"]]
     for name, summarise in (
         ("geometric mean", geometric_mean),
@@ -345,7 +349,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         values = [
             summarise([c[key] for c in right if math.isfinite(c[key])]) for key in _RATIOS.values()
         ]
-        table.add_row(name, *blanks, *[number(v, 2) for v in values], "", style="bold")
+        table.add_row(name, *blanks, *[number(v, 2) for v in values], style="bold")
     return [table]
 
 

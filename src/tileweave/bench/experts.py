@@ -33,7 +33,7 @@ from tileweave.bench.console import Steps
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.expert_rivals import Gathered, Order
 from tileweave.bench.report import marked, median, new_table, number
-from tileweave.bench.run import Options, run_cases, time_all
+from tileweave.bench.run import Options, host_us, run_cases, time_all
 from tileweave.bench.samples import Benched, Samples
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
@@ -309,11 +309,13 @@ def _bench_case(
         "right": error <= TOLERANCE[rivals.dtype],
         "link_us": rivals.link_us(),
         "busiest_rows": worst(float(rivals.sets[0].rows), member.device, member.group),
+        "host_us": math.nan,
         "times": {},
         "missing": rivals.missing,
     }
     if entry["right"]:
         entry["times"] = time_all(rivals.functions, member, options, case.graph, steps)
+        entry["host_us"] = host_us(member, rivals.functions)
     ours = median(entry, OURS)
     entry |= {ratio: speed_up(median(entry, rival), ours) for ratio, rival in _RATIOS.items()}
     entry["of_limit"] = speed_up(max(entry["link_us"], median(entry, MATMUL)), ours)
@@ -343,6 +345,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         "bar",
         "/gathered",
         "/no order",
+        "host us",
         "error",
     )
     table = new_table(title, columns, {})
@@ -359,6 +362,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             number(case["bar"], 2),
             marked(_ratio(case, "over_gathered"), 1.0),
             number(_ratio(case, "over_no_order"), 2),
+            number(_ratio(case, "host_us")),
             f"{case['error']:.0e}",
         )
     means = [

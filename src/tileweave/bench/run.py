@@ -13,7 +13,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -239,25 +239,25 @@ def _bench_case(
             # only once: a failed capture leaves side effects in a process
             if "cannot be captured: " in timing["note"]:
                 uncapturable.setdefault(name, timing["note"].split("cannot be captured: ", 1)[1])
-        if OURS in rivals.functions and member.on_gpu:
-            entry["host_us"] = (
-                worst(_host_seconds(member, rivals.functions[OURS]), member.device, member.group)
-                * 1e6
-            )
+        entry["host_us"] = host_us(member, rivals.functions)
     return entry | judge(entry["times"])
 
 
-def _host_seconds(member: Member, function: Any) -> float:
-    """Seconds that the host needs to queue one eager call, while the device runs earlier ones."""
-    function()
+def host_us(member: Member, functions: Mapping[str, Callable[[], object]]) -> float:
+    """Microseconds that the slowest rank's host needs to queue one eager call of ours, while the
+    device runs earlier ones; NaN without a GPU, or if ours is not among ``functions``.
+    Collective."""
+    if OURS not in functions or not member.on_gpu:
+        return math.nan
+    functions[OURS]()
     member.barrier()
     laps = []
     for _ in range(_HOST_CALLS):
         started = time.perf_counter()
-        function()
+        functions[OURS]()
         laps.append(time.perf_counter() - started)
     member.synchronize()
-    return sorted(laps)[len(laps) // 2]
+    return worst(1e6 * sorted(laps)[len(laps) // 2], member.device, member.group)
 
 
 def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
