@@ -209,8 +209,7 @@ class _Builder:
         bags, row = self._bags()
         in_l2 = ops.rows_in_l2(self.batch * self.world * model.pooling, model.rows, row)
         time = ops.embedding_all_to_all(
-            *(self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize),
-            in_l2=in_l2,
+            self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize, in_l2
         )
         vectors = self._interacting()
         pairs = vectors * (vectors + 1) // 2 + model.bottom[-1]
