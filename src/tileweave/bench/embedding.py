@@ -336,8 +336,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         ]
         cells += [number(case[key]) for key in _DERIVED.values()]
         cells += [marked(case[key], 1.0) for key in _RATIOS.values()]
-        # a report from before 2026-11-28 has no host time, and JSON no NaN
-        cells += [number(case.get("host_us") or math.nan), f"{case['error']:.0e}"]
+        cells += [number(case.get("host_us")), f"{case['error']:.0e}"]
         table.add_row(*cells)
     table.add_section()
     blanks = [""] * (len(columns) - 5)

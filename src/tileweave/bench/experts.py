@@ -362,7 +362,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             number(case["bar"], 2),
             marked(_ratio(case, "over_gathered"), 1.0),
             number(_ratio(case, "over_no_order"), 2),
-            number(_ratio(case, "host_us")),
+            number(case.get("host_us")),
             f"{case['error']:.0e}",
         )
     means = [

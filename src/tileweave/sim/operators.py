@@ -464,11 +464,10 @@ class Operators:
         """Lookups of ``bags`` pooled vectors of ``row_bytes`` on each rank, and their all-to-all to
         the owners of the samples.
 
-        ``skew`` is the load of the busiest rank relative to the average, ``in_l2`` as
-        :meth:`rows_in_l2` has it. Unfused: torch's lookup,
-        the all-to-all, and a concatenation of columns. Fused inside a node: tileweave's kernel,
-        whose lookup is faster. Across nodes: its lookup in ``slices``, as a pipeline, and a copy of
-        what arrives.
+        ``skew`` is the load of the busiest rank relative to the average; ``in_l2``:
+        :meth:`rows_in_l2`. Unfused: torch's lookup, the all-to-all, and a concatenation of columns.
+        Fused inside a node: tileweave's kernel, whose lookup is faster. Across nodes: its lookup in
+        ``slices``, as a pipeline, and a copy of what arrives.
         """
         costs = self.costs
         lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
