@@ -291,7 +291,8 @@ def test_many_rows_use_the_copy_engine(cols: int) -> None:
         for rows in (16, 2048)
     )
     assert many is not None and many.transport == "copy_engine"
-    assert few is None or few.transport == "sm"
+    # rows of 2561 columns are no multiple of 16 bytes: unfused is as fast as our kernel there
+    assert (few is None and cols == 2561) or few.transport == "sm"
 
 
 @pytest.mark.parametrize(
