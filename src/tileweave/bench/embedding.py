@@ -31,7 +31,7 @@ import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.report import marked, median, new_table, number
-from tileweave.bench.run import Options, host_us, run_cases, time_all
+from tileweave.bench.run import METHOD, Options, host_us, run_cases, time_all
 from tileweave.bench.samples import Benched
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
@@ -261,7 +261,7 @@ class EmbeddingRivals:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    method = "max over ranks, median of repeats, interleaved, three sets of uniform indices in turn"
+    method = f"{METHOD}, three sets of uniform indices in turn"
     return run_cases(member, options, method, _bench_case)
 
 

@@ -33,7 +33,7 @@ from tileweave.bench.console import Steps
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.expert_rivals import Gathered, Order
 from tileweave.bench.report import marked, median, new_table, number
-from tileweave.bench.run import Options, host_us, run_cases, time_all
+from tileweave.bench.run import METHOD, Options, host_us, run_cases, time_all
 from tileweave.bench.samples import Benched, Samples
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
@@ -286,7 +286,7 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
     return run_cases(
         member,
         options,
-        "max over ranks, median of repeats, interleaved, random routing and data",
+        f"{METHOD}, random routing and data",
         _bench_case,
     )
 

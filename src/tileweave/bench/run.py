@@ -42,6 +42,10 @@ from tileweave.profile.timing import measure
 _HOST_CALLS = 50
 
 
+# how times of every operator were measured, for reports
+METHOD = "max over ranks, median of repeats, interleaved, long calls after 40 ms of the same"
+
+
 @dataclass(frozen=True)
 class Options:
     """What to bench.
@@ -76,14 +80,11 @@ class Options:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Bench on every rank of the world. Collective; the report is complete on rank 0 only."""
-    method = (
-        "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
-    )
     _compile_ahead(member, options)
     return run_cases(
         member,
         options,
-        method,
+        f"{METHOD}, weights rotated past the L2, random data",
         partial(_bench_case, uncapturable={}),
         lambda entry: f", {entry['plan']}",
     )
@@ -196,6 +197,7 @@ def time_all(
         graph=graph,
         on_capture_failure="eager",
         not_capturable=not_capturable,
+        settle=True,
         progress=steps.detail,
     )
     return {name: timing.as_dict() for name, timing in timings.items()}
