@@ -114,7 +114,8 @@ def test_each_candidate_is_timed_as_itself(monkeypatch: pytest.MonkeyPatch) -> N
 
     def timed(functions: Any, group: object, on: object, **options: object) -> dict[str, Any]:
         assert (group, on) == ("group", device)
-        assert options == {"repeats": 3, "graph": True, "progress": said.append}
+        more = {"settle": True, "within": measure._NEAR}
+        assert options == {"repeats": 3, "graph": True, "progress": said.append, **more}
         names.extend(functions)
         for function in functions.values():
             function()

@@ -95,6 +95,7 @@ def measure(
     on_capture_failure: Literal["nan", "eager"] = "nan",
     not_capturable: Mapping[str, str] | None = None,
     settle: bool = False,
+    within: float | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
     """Time ``functions`` against each other on all ranks of ``group``. Collective.
@@ -110,6 +111,8 @@ def measure(
     not_capturable : name -> reason, for functions whose capture is not tried.
     settle : run a function of long calls before each of its repeats, until the chip has the clock
         that it keeps under this function; on a GPU.
+    within : time each function once, and then only those that took at most this many times as long
+        as the fastest. The time of the others is that of this one repeat.
     progress : called with what is being prepared or timed.
     """
     clock = (_CudaClock if device.type == "cuda" else _HostClock)(device, group)
@@ -131,23 +134,39 @@ def measure(
                 continue
             notes[name] = f"eager, {notes[name]}"
         laps[name] = _Lap(_repeat(function, calls), calls, False)
-    names = list(functions)
+    ready = {name: lap for name, lap in laps.items() if lap is not None}
+    seconds: dict[str, list[list[float]]] = {}
+    if within is not None and ready:
+        tell("compares all")
+        seconds = _timed(clock, ready, 1, False, lambda _: None)
+        slowest = {name: max(row[0] for row in rows) for name, rows in seconds.items()}
+        limit = within * min(slowest.values())
+        ready = {name: lap for name, lap in ready.items() if slowest[name] <= limit}
+    seconds |= _timed(clock, ready, repeats, settle, tell)
+    clock.barrier()
+    return {name: _timing(laps[name], seconds.get(name, []), notes.get(name, "")) for name in laps}
+
+
+def _timed(
+    clock: _Clock,
+    laps: Mapping[str, _Lap],
+    repeats: int,
+    settle: bool,
+    tell: Callable[[str], object],
+) -> dict[str, list[list[float]]]:
+    """Seconds of a call, ``[ranks][repeats]``."""
+    names = list(laps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(repeats):
         tell(f"repeat {number + 1} of {repeats}")
         for name in (names[place] for place in turn(len(names), number)):
             lap = laps[name]
-            if lap is not None:
-                if settle and clock.throttles and lap.is_long:
-                    clock.barrier()
-                    for _ in range(_SETTLING_LAPS):
-                        lap.run()
-                seconds[name].append(clock.time(lap.run) / lap.calls)
-    clock.barrier()
-    return {
-        name: _timing(laps[name], clock.gather(seconds[name]), notes.get(name, ""))
-        for name in names
-    }
+            if settle and clock.throttles and lap.is_long:
+                clock.barrier()
+                for _ in range(_SETTLING_LAPS):
+                    lap.run()
+            seconds[name].append(clock.time(lap.run) / lap.calls)
+    return {name: clock.gather(seconds[name]) for name in names}
 
 
 def turn(count: int, number: int) -> list[int]:
@@ -164,7 +183,7 @@ def turn(count: int, number: int) -> list[int]:
 
 def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
     """``by_rank`` has the seconds of a call, ``[ranks][repeats]``."""
-    if lap is None or not by_rank[0]:
+    if lap is None or not by_rank or not by_rank[0]:
         return Timing(math.nan, note=note)
     slowest = [max(column) * 1e6 for column in zip(*by_rank, strict=True)]
     own = [median(row) * 1e6 for row in by_rank]
