@@ -19,7 +19,7 @@ from tileweave.sim.advise import advise, memory_of
 from tileweave.sim.collectives import Group
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
 from tileweave.sim.moe import known_experts
-from tileweave.sim.operators import ExpertMatmul, Operators
+from tileweave.sim.operators import ExpertMatmul, Lookups, Operators
 from tileweave.sim.tiles_grouped import Routing, dispatch_matmul, matmul_combine
 from tileweave.sim.workload import Scenario, simulate_all
 
@@ -184,10 +184,11 @@ def test_rows_of_a_small_table_come_from_memory_once() -> None:
     assert ops.rows_in_l2(2500, 1000, row) == pytest.approx(1 - len(set(drawn)) / 2500, abs=0.01)
 
     bags, pooling = 524288, 32
-    far, near = (ops.fused_embedding(4, bags, pooling, row, part) for part in (0.0, 0.999))
+    lookups = [Lookups(bags, pooling, row, in_l2=part) for part in (0.0, 0.999)]
+    far, near = (ops.fused_embedding(4, one) for one in lookups)
     assert 1.8 < far / near < 2.2  # as measured: docs/simulator-accuracy.md, the seventh test
     assert near > bags * pooling * row / COSTS.c.own_l2
-    assert ops.embedding_all_to_all(Group(4), bags, pooling, row, in_l2=0.999).fused == near
+    assert ops.embedding_all_to_all(Group(4), lookups[1]).fused == near
 
 
 def test_lookup_time_is_bound_by_memory_links_or_elements() -> None:
@@ -198,12 +199,11 @@ def test_lookup_time_is_bound_by_memory_links_or_elements() -> None:
         bags * 33 * (row + 8) / rate, rel=0.01
     )
     sent = 3 / 4 * bags * row / (FOUR.device.link_rate * costs.c.push_fraction)
-    assert ops.fused_embedding(4, bags, 1, row) == pytest.approx(sent, rel=0.08)
-    assert ops.fused_embedding(4, bags, 32, row) == pytest.approx(
+    assert ops.fused_embedding(4, Lookups(bags, 1, row)) == pytest.approx(sent, rel=0.08)
+    assert ops.fused_embedding(4, Lookups(bags, 32, row)) == pytest.approx(
         costs.own_lookup(bags, bags * 32, row), rel=0.03
     )
     half, whole = (costs.lookup(bags, bags * 8, 128.0 * itemsize, itemsize) for itemsize in (2, 4))
     assert half > 0.8 * whole  # the number of elements is the same
-    assert ops.embedding_all_to_all(
-        Group(4), bags, 8, row, itemsize=4
-    ).fused == ops.fused_embedding(4, bags, 8, row)
+    eight = Lookups(bags, 8, row, itemsize=4)
+    assert ops.embedding_all_to_all(Group(4), eight).fused == ops.fused_embedding(4, eight)

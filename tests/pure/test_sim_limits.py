@@ -14,7 +14,7 @@ from tileweave.sim.cells import holds_cells, read_cells, read_tables
 from tileweave.sim.collectives import Group
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import Cluster, make_cluster, presets
-from tileweave.sim.operators import ExpertMatmul, Operators, OpTime
+from tileweave.sim.operators import ExpertMatmul, Lookups, Operators, OpTime
 from tileweave.sim.workload import Scenario, read_scenario, scenario_of, simulate_all
 
 
@@ -38,7 +38,7 @@ def operators(world: int, experts: int) -> dict[str, OpTime]:
             kind: ops.matmul_scatter(kind, world, 256, 8192, 4096)
             for kind in ("reduce_scatter", "all_reduce", "all_to_all")
         },
-        "embedding": ops.embedding_all_to_all(group, 16384, 8.0, 256.0),
+        "embedding": ops.embedding_all_to_all(group, Lookups(16384, 8.0, 256.0)),
         "dispatch": ops.dispatch_grouped(group, ExpertMatmul(1024, 4, experts, 4096, 4096)),
         "combine": ops.grouped_combine(group, ExpertMatmul(1024, 4, experts, 4096, 2048)),
     }

@@ -31,7 +31,7 @@ from tileweave.sim.document import (
 )
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import view
-from tileweave.sim.operators import Mode, Operators
+from tileweave.sim.operators import Lookups, Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline, on_links
 from tileweave.sim.transformer import models_of
 
@@ -208,9 +208,8 @@ class _Builder:
         )
         bags, row = self._bags()
         in_l2 = ops.rows_in_l2(self.batch * self.world * model.pooling, model.rows, row)
-        time = ops.embedding_all_to_all(
-            self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize, in_l2
-        )
+        lookups = Lookups(bags, model.pooling, row, model.itemsize, self.skew, in_l2)
+        time = ops.embedding_all_to_all(self.group, lookups, self.d.slices)
         vectors = self._interacting()
         pairs = vectors * (vectors + 1) // 2 + model.bottom[-1]
         wide = vectors * model.dim if model.cross_layers else pairs

@@ -67,6 +67,29 @@ class OpTime:
         return self.fused if mode == "fused" else self.bound
 
 
+class Lookups(NamedTuple):
+    """``bags`` pooled vectors of ``row_bytes`` on each rank, each of ``pooling`` rows. ``skew``:
+    the load of the busiest rank relative to the average; ``in_l2``: :meth:`Operators.rows_in_l2`.
+    """
+
+    bags: float
+    pooling: float
+    row_bytes: float
+    itemsize: int = 2
+    skew: float = 1.0
+    in_l2: float = 0.0
+
+    @property
+    def rows(self) -> float:
+        """Rows that are read."""
+        return self.bags * self.pooling
+
+    @property
+    def busiest(self) -> Lookups:
+        """Those of the busiest rank."""
+        return self._replace(bags=self.bags * self.skew, skew=1.0)
+
+
 class ExpertMatmul(NamedTuple):
     """A matmul of an expert layer: each rank has ``tokens``, each with ``top_k`` of all
     ``experts``, whose weights are [cols, depth]. ``skew``: the load of the busiest rank relative to
@@ -450,47 +473,35 @@ class Operators:
         ).seconds
 
     @_kept()
-    def embedding_all_to_all(
-        self,
-        group: Group,
-        bags: int,
-        pooling: float,
-        row_bytes: float,
-        skew: float = 1.0,
-        slices: int = 8,
-        itemsize: int = 2,
-        in_l2: float = 0.0,
-    ) -> OpTime:
-        """Lookups of ``bags`` pooled vectors of ``row_bytes`` on each rank, and their all-to-all to
-        the owners of the samples.
+    def embedding_all_to_all(self, group: Group, lookups: Lookups, slices: int = 8) -> OpTime:
+        """``lookups`` on each rank, and the all-to-all of their vectors to the owners of the
+        samples.
 
-        ``skew`` is the load of the busiest rank relative to the average; ``in_l2``:
-        :meth:`rows_in_l2`. Unfused: torch's lookup, the all-to-all, and a concatenation of columns.
-        Fused inside a node: tileweave's kernel, whose lookup is faster. Across nodes: its lookup in
-        ``slices``, as a pipeline, and a copy of what arrives.
+        Unfused: torch's lookup, the all-to-all, and a concatenation of columns. Fused inside a
+        node: tileweave's kernel, whose lookup is faster. Across nodes: its lookup in ``slices``, as
+        a pipeline, and a copy of what arrives.
         """
-        costs = self.costs
-        lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
-        nbytes = bags * row_bytes * skew
+        costs, row_bytes, most = self.costs, lookups.row_bytes, lookups.busiest
+        lookup = costs.lookup(most.bags, most.rows, row_bytes, lookups.itemsize)
+        nbytes = most.bags * row_bytes
         if group.size == 1:
             return OpTime(lookup, lookup, lookup, lookup, 0.0)
         comm = self.collective("all_to_all", nbytes, group)
-        concat = costs.stream(2.0 * bags * row_bytes)
+        concat = costs.stream(2.0 * lookups.bags * row_bytes)
         if group.across == 1 and group.size in FUSED_WORLD_SIZES:
-            fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes, in_l2)
+            fused = self.fused_embedding(group.size, most)
         else:
-            own = costs.own_lookup(bags * skew, bags * pooling * skew, row_bytes, in_l2)
+            own = costs.own_lookup(most.bags, most.rows, row_bytes, lookups.in_l2)
             fused = self._sliced(own, nbytes, group, slices) + concat
         return self._join(
             lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat
         )
 
-    def fused_embedding(
-        self, world: int, bags: float, pooling: float, row_bytes: float, in_l2: float = 0.0
-    ) -> float:
+    def fused_embedding(self, world: int, lookups: Lookups) -> float:
         """Seconds of the fused kernel inside a node: rows are read while results go to peers."""
+        bags, row_bytes = lookups.bags, lookups.row_bytes
         sent = self._sent_to_all(world, bags * row_bytes / world, self.c.push_fraction)
-        return self.costs.pooled(bags, bags * pooling, row_bytes, sent, in_l2)
+        return self.costs.pooled(bags, lookups.rows, row_bytes, sent, lookups.in_l2)
 
     def rows_in_l2(self, reads: float, rows: float, row_bytes: float) -> float:
         """Which part of ``reads`` rows of one table of ``rows`` were read before and are still in

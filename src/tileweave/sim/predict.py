@@ -15,6 +15,7 @@ from tileweave.sim.modelled import is_matmul
 from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
     ExpertMatmul,
+    Lookups,
     Operators,
 )
 from tileweave.sim.plans import exchange_after, exchange_before, gather_problem, scatter_problem
@@ -171,14 +172,15 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     bags, row = batch * tables // cell.world_size, float(dim * itemsize)
     if cell.quantity == "concat":
         return ops.costs.stream(2.0 * bags * row)
-    time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row, itemsize=itemsize)
     in_l2 = ops.rows_in_l2(batch * pooling, cell.rows, row) if cell.rows else 0.0
+    lookups = Lookups(bags, pooling, row, itemsize, in_l2=in_l2)
     if cell.quantity == "own":
-        return ops.costs.own_lookup(bags, bags * pooling, row, in_l2)
+        return ops.costs.own_lookup(bags, lookups.rows, row, in_l2)
     if cell.quantity == "fused":
-        seconds = ops.fused_embedding(cell.world_size, bags, pooling, row, in_l2)
+        seconds = ops.fused_embedding(cell.world_size, lookups)
         # a call after the other; steps have a host of their own (sim/step.py)
         return seconds if cell.graph else max(seconds, ops.c.pooled_host)
+    time = ops.embedding_all_to_all(Group(cell.world_size), lookups)
     return {"compute": time.compute, "unfused": time.unfused}.get(cell.quantity)
 
 

@@ -13,7 +13,7 @@ from tileweave.planning.costs import Calibration, load_calibration
 from tileweave.sim.cells import Cell
 from tileweave.sim.collectives import Group
 from tileweave.sim.machine import make_cluster
-from tileweave.sim.operators import Operators, OpTime
+from tileweave.sim.operators import Lookups, Operators, OpTime
 from tileweave.sim.predict import Predictor
 
 GOOD_MEAN, GOOD_WORST = 0.08, 0.20
@@ -175,9 +175,9 @@ def published(calibration: Calibration | None = None) -> list[Published]:
 def _pooled(ops: Operators, pooling: int) -> OpTime:
     """With tileweave's lookup on both sides, so that a slower lookup of torch is not counted as a
     saving."""
-    bags, row_bytes = 65536 * 8, 256.0
-    time = ops.embedding_all_to_all(Group(4), bags, pooling, row_bytes)
-    own = ops.costs.own_lookup(bags, bags * pooling, row_bytes)
+    lookups = Lookups(65536 * 8, pooling, 256.0)
+    time = ops.embedding_all_to_all(Group(4), lookups)
+    own = ops.costs.own_lookup(lookups.bags, lookups.rows, lookups.row_bytes)
     return replace(time, unfused=time.unfused - time.compute + own, compute=own)
 
 
