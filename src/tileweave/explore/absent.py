@@ -30,6 +30,7 @@ from tileweave.explore.ranks import World
 from tileweave.explore.results import written_outside
 from tileweave.explore.scenarios import Drawn, same
 from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
+from tileweave.explore.scenarios_exchange import OUT
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels.all_reduce import collective as exchange
@@ -72,7 +73,8 @@ FORGOTTEN: dict[str, tuple[str, str, Any, Callable[..., Any]]] = {
     "two slots of eager copies": ("reading", "copy_slot", None, lambda instance: 0),
     "ranks that are ahead in a meeting": ("reading", "refuse_later", meeting, lambda *_: None),
 }
-READY, DONE = lookups.READY.value, lookups.DONE.value
+# by operator: what its signals of a rank say
+TOLD = {EmbeddingBag.op: (lookups.READY.value, lookups.DONE.value), OUT: range(MAX_SLICES)}
 
 
 class Clock:
@@ -578,11 +580,9 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
     if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     copied = scenario.op != EmbeddingBag.op
-    words = (
-        {begin + rank for rank in absent}
-        if copied
-        else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
-    )
+    words = {begin + rank for rank in absent}
+    if scenario.op in TOLD:  # whose ranks do not meet
+        words = {rank * MAX_SLICES + n for rank in absent for n in TOLD[scenario.op]}
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
     for rank in range(world.size):

@@ -15,7 +15,9 @@ from tileweave.explore.scenarios import (
     triton_config,
 )
 from tileweave.explore.scenarios_embedding import EmbeddingBag, TableGradient
+from tileweave.explore.scenarios_exchange import OUT, Exchanged
 from tileweave.explore.search import SCENARIOS as EXPLORED
+from tileweave.planning.schedules.scatter import Exchange
 from tileweave.planning.sharding import EmbeddingConfig
 from tileweave.transport.protocol import PUSHED_US
 
@@ -27,6 +29,7 @@ SCENARIOS = (
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
     MatmulReduce("by tiles", "matmul_all_reduce", ENGINE, ((96, 16, 16),), (1, 2, 3)),
+    Exchanged("pulled", OUT, ENGINE, ((16, 16, 16),), (Exchange(1, 0),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
 GATHER = AllGatherMatmul(

@@ -26,7 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import zip_longest
 from multiprocessing import get_context
@@ -49,7 +49,7 @@ MOST_STEPS = 30_000  # of one interleaving; without a fault none has a third of 
 PUT_IN = b"put in "
 # runs of each scenario that show what it reaches: (world, strategy, number)
 SHOWN = ((2, "walk", 1), (3, "pct", 0), (2, "malice", 3), (4, "walk", 2))
-FEW = 100  # mutants that are judged by fewer runs, since preparing all takes longer than judging
+FEW = 100  # mutants that few runs judge first, since preparing all takes longer than judging
 HOWS = ("reading", "paused", "named", "moments", "everywhere")  # kinds of absence, cheapest first
 HARMLESS = Path(__file__).with_name("harmless.json")
 
@@ -126,16 +126,26 @@ def explained(key: str, known: Iterable[tuple[re.Pattern[str], str]]) -> str:
 # --- In the process that forks ---
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Mutants to judge, each for ``seconds`` of CPU time, by so many children at a time; none
+    begins after ``until``, a time of the monotonic clock. ``quick``: few runs show what is reached,
+    and none with absent ranks."""
+
+    chosen: list[Mutant]
+    workers: int
+    seconds: float
+    until: float | None
+    quick: bool
+
+
 class Prepared:
     """What children share: functions by their place, and which runs reach which statements.
 
-    ``chosen``: the mutants. With at most ``FEW`` of them few runs show what is reached, and none
-    with absent ranks. ``workers`` forks make these runs, after the first of each scenario.
+    Forks make the runs that show what is reached, after the first of each scenario.
     """
 
-    def __init__(
-        self, enter: Callable[[Any], None], chosen: list[Mutant], workers: int = 1
-    ) -> None:
+    def __init__(self, enter: Callable[[Any], None], work: _Work) -> None:
         from tileweave.explore import search, tasks
 
         self.enter, self.search = enter, search
@@ -143,7 +153,7 @@ class Prepared:
         for file in trees.files():
             import_module(f"tileweave.{file.removesuffix('.py').replace('/', '.')}")
         self.functions = Functions()
-        statements = _Statements(self.functions.found, {mutant.place for mutant in chosen})
+        statements = _Statements(self.functions.found, {mutant.place for mutant in work.chosen})
         # statement -> seeds of runs that reach it, and cases with absent ranks that do
         self.runs: dict[tuple[Place, int], list[Any]] = defaultdict(list)
         self.cases: dict[tuple[Place, int], list[int]] = defaultdict(list)
@@ -158,11 +168,11 @@ class Prepared:
 
         shown = [
             [search.Seed(name, world, strategy, number) for name in self.names]
-            for world, strategy, number in (SHOWN if len(chosen) > FEW else SHOWN[:1])
+            for world, strategy, number in (SHOWN[:1] if work.quick else SHOWN)
         ]
         # the first run of each scenario here, since it makes what all others share
         more = [seed for seeds in shown[1:] for seed in seeds]
-        results = [show(seed) for seed in shown[0]] + _in_forks(more, lambda: show, workers)
+        results = [show(seed) for seed in shown[0]] + _in_forks(more, lambda: show, work.workers)
         for seed, (reached, seconds) in zip([*shown[0], *more], results, strict=True):
             took[seed] = seconds
             for statement in reached:
@@ -170,8 +180,8 @@ class Prepared:
         by_name = search.by_name()
         for seeds in self.runs.values():  # those of these kernels alone first, and cheap ones
             seeds.sort(key=lambda s: (getattr(by_name[s.scenario], "sends", True), took[s]))
-        if len(chosen) > FEW:
-            self._show_absence(statements, workers)
+        if not work.quick:
+            self._show_absence(statements, work.workers)
         statements.restore()
         tasks.MAX_STEPS = MOST_STEPS
         gc.collect()
@@ -420,20 +430,19 @@ def _in_forks(
     return results
 
 
-def _judge(
-    chosen: list[Mutant], workers: int, seconds: float, until: float | None = None
-) -> Generator[Judged, None, None]:
-    """In a process whose kernels are interpreted: run all of ``chosen``, of which none begins after
-    ``until``, a time of the monotonic clock. No child is left when this ends, however it ends."""
+def _judge(work: _Work) -> Generator[Judged, None, None]:
+    """In a process whose kernels are interpreted: run all mutants of ``work``. No child is left
+    when this ends, however it ends."""
     import torch
 
     from tileweave.explore.interpreter import exploring
 
     torch.set_num_threads(1)
-    known = explanations()
+    known, workers = explanations(), work.workers
+    seconds, until = work.seconds, work.until
     with exploring() as enter:
-        prepared = Prepared(enter, chosen, workers)
-        waiting = list(reversed(chosen))
+        prepared = Prepared(enter, work)
+        waiting = list(reversed(work.chosen))
         running: dict[int, tuple[int, Mutant, list[bytes]]] = {}
         try:
             while waiting or running:
@@ -538,13 +547,40 @@ def _named(there: list[Mutant], names: Path) -> list[Mutant]:
     return chosen
 
 
-def _send(chosen: list[Mutant], workers: int, seconds: float, until: float | None, to: Any) -> None:
-    """The process of :func:`mutate`."""
+def _send(work: _Work, to: Any) -> None:
+    """The process of :func:`_judged`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its children
-    with closing(_judge(chosen, workers, seconds, until)) as found:
+    with closing(_judge(work)) as found:
         for judged in found:
             to.send(judged)
     to.send(None)
+
+
+def _judged(work: _Work) -> Generator[Judged, None, None]:
+    """The results of a process of its own."""
+    receive, send = get_context("spawn").Pipe(duplex=False)
+    process = get_context("spawn").Process(target=_send, args=(work, send), daemon=False)
+    process.start()
+    send.close()
+    try:
+        while (judged := _received(receive)) is not None:
+            yield judged
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _judged_by_all(work: _Work) -> Generator[Judged, None, None]:
+    """As :func:`_judged`; few mutants by few runs first, and those that these do not find by all
+    runs."""
+    left = {mutant.key: mutant for mutant in work.chosen}
+    if len(left) <= FEW:
+        for judged in _judged(replace(work, quick=True)):
+            if judged.outcome in ("found", "explained"):
+                del left[judged.key]
+                yield judged
+    if left:
+        yield from _judged(replace(work, chosen=list(left.values())))
 
 
 def mutate(
@@ -588,13 +624,9 @@ def mutate(
     before = len(report.judged)
     every = max(len(chosen) // 40, 1)
     with pool(1), Steps("mutate", -(-len(chosen) // every), show) as steps:  # for its environment
-        receive, send = get_context("spawn").Pipe(duplex=False)
-        given = (chosen, workers, seconds, began + most if most else None, send)
-        process = get_context("spawn").Process(target=_send, args=given, daemon=False)
-        process.start()
-        send.close()
-        try:
-            while (judged := _received(receive)) is not None:
+        work = _Work(chosen, workers, seconds, began + most if most else None, False)
+        with closing(_judged_by_all(work)) as found:
+            for judged in found:
                 report.judged.append(judged)
                 if log is not None:
                     with writing(log), log.open("a") as lines:
@@ -607,9 +639,6 @@ def mutate(
                         f"{report.count('found')} found, {report.count('explained')} explained, "
                         f"{report.count('survived')} survive, {report.count('unreached')} unreached"
                     )
-        finally:
-            process.terminate()
-            process.join()
     report.seconds = time.monotonic() - began
     return report
 
