@@ -328,9 +328,7 @@ def launcher(
     ) -> Call:
         given = (x, w, bias, residual, norm_weight, out, kept)
         tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
-        words = [tensor.data_ptr() for tensor in tensors]
-        if scales:
-            words += [scale.data_ptr() for scale in scales]
+        words = [tensor.data_ptr() for tensor in (*tensors, *scales)]
 
         def changing() -> dict[str, Any]:
             choices = Choices(
