@@ -82,3 +82,13 @@ def test_mutants_of_a_meeting_are_found() -> None:
     assert len(report.judged) == report.mutants > 5
     assert report.count("found") >= 5 and report.count("explained") <= 2
     assert report.share == 1.0, [one for one in report.judged if one.outcome == "survived"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_few_mutants_are_judged_by_runs_with_absent_ranks() -> None:
+    """Pulls wait for flags anyway: only an absent rank shows that this wait is missing."""
+    wait = "wait(peers, source * MAX_SLICES + chunk, epoch)"
+    report = mutate(pattern=f"device/triton/pull.py:end_of_pulls: {wait} -> pass", show=False)
+    assert [one.outcome for one in report.judged] == ["found"], report.judged
+    assert "without" in report.judged[0].how
