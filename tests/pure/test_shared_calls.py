@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.pure.test_workspace import NotingTransport
 
+from tileweave.kernels.runtime.peers import memory_of_parts
 from tileweave.ops.core.registry import MOST_PARTS, parts_of_eager_calls
 from tileweave.ops.experts import dispatch_grouped_matmul_fused as dispatch
 from tileweave.ops.experts import route_tokens
@@ -374,6 +375,14 @@ def test_parts_of_tiles_have_memory_after_what_a_call_uses_itself() -> None:
     assert parts.data_ptr() % 16 == instance.scratch(1).data_ptr() % 16
     assert parts_of_eager_calls(instance, 0) is None
     assert parts_of_eager_calls(instance, MOST_PARTS // 4 + 1) is None
+
+
+def test_a_launch_without_memory_for_parts_makes_its_own() -> None:
+    out, given = ones(4, 4, HALF), ones(2, 2)
+    assert memory_of_parts(given, 8, out) is given
+    assert memory_of_parts(None, 0, out) is out
+    own = memory_of_parts(None, 8, out)
+    assert (own.dtype, own.numel()) == (torch.float32, 8)
 
 
 @pytest.mark.parametrize("capturing", [False, True])
