@@ -40,8 +40,6 @@ from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
 from tileweave.profile.timing import measure
 
 _HOST_CALLS = 50
-
-
 # how times of every operator were measured, for reports
 METHOD = "max over ranks, median of repeats, interleaved, long calls after 40 ms of the same"
 

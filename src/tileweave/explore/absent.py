@@ -73,8 +73,8 @@ FORGOTTEN: dict[str, tuple[str, str, Any, Callable[..., Any]]] = {
     "two slots of eager copies": ("reading", "copy_slot", None, lambda instance: 0),
     "ranks that are ahead in a meeting": ("reading", "refuse_later", meeting, lambda *_: None),
 }
-# by operator: what its signals of a rank say
-TOLD = {EmbeddingBag.op: (lookups.READY.value, lookups.DONE.value), OUT: range(MAX_SLICES)}
+# by operator: numbers of the signals that a rank waits for; with other operators ranks meet first
+AWAITED = {EmbeddingBag.op: (lookups.READY.value, lookups.DONE.value), OUT: range(MAX_SLICES)}
 
 
 class Clock:
@@ -581,8 +581,8 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     copied = scenario.op != EmbeddingBag.op
     words = {begin + rank for rank in absent}
-    if scenario.op in TOLD:  # whose ranks do not meet
-        words = {rank * MAX_SLICES + n for rank in absent for n in TOLD[scenario.op]}
+    if scenario.op in AWAITED:
+        words = {rank * MAX_SLICES + n for rank in absent for n in AWAITED[scenario.op]}
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
     for rank in range(world.size):

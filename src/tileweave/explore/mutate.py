@@ -136,7 +136,7 @@ class _Work:
     workers: int
     seconds: float
     until: float | None
-    quick: bool
+    quick: bool = False
 
 
 class Prepared:
@@ -624,7 +624,7 @@ def mutate(
     before = len(report.judged)
     every = max(len(chosen) // 40, 1)
     with pool(1), Steps("mutate", -(-len(chosen) // every), show) as steps:  # for its environment
-        work = _Work(chosen, workers, seconds, began + most if most else None, False)
+        work = _Work(chosen, workers, seconds, began + most if most else None)
         with closing(_judged_by_all(work)) as found:
             for judged in found:
                 report.judged.append(judged)

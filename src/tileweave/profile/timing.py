@@ -9,7 +9,8 @@ It avoids the usual mistakes:
   before may leave the chip hot and throttled; and a function of long calls first runs for 40 ms
   without being timed, if asked, so that a few repeats are enough: a GPU at its power limit takes
   as long to reach the clock that this function leaves it;
-- times are exchanged once, after the last repeat, so that no collective runs between timed regions;
+- times are exchanged after the last repeat, and after the first one if far functions are left out,
+  so that no other collective runs between timed regions;
 - small functions are captured into a CUDA graph of many calls, so that the host is not timed.
 
 The caller must keep inputs out of the L2: its functions should rotate through several copies of
@@ -183,7 +184,7 @@ def turn(count: int, number: int) -> list[int]:
 
 def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
     """``by_rank`` has the seconds of a call, ``[ranks][repeats]``."""
-    if lap is None or not by_rank or not by_rank[0]:
+    if lap is None or not by_rank[0]:
         return Timing(math.nan, note=note)
     slowest = [max(column) * 1e6 for column in zip(*by_rank, strict=True)]
     own = [median(row) * 1e6 for row in by_rank]

@@ -35,7 +35,8 @@ AHEAD = 8  # shapes compiled at once: the candidates of one do not keep all proc
 class Options:
     """What to tune.
 
-    ``repeats``: timed repeats of each candidate; ``seconds``: no new shape starts after that.
+    ``repeats``: timed repeats of each candidate that is near the fastest; ``seconds``: no new shape
+    starts after that.
     """
 
     cases: tuple[Case, ...]
