@@ -1,6 +1,6 @@
 """Judge plans by measured times, and add times to those that the package plans by.
 
-    python tools/judge_plans.py left-out
+    python tools/judge_plans.py left-out [--fp8]
     python tools/judge_plans.py new CACHE.json ...
     python tools/judge_plans.py new CACHE.json ... --add
 
@@ -8,7 +8,7 @@
 of shapes are that were never measured. ``new`` plans the shapes of files that ``tileweave tune``
 wrote, of which the package has no time; with ``--add`` it adds their times to the package's. Both
 print how much longer the planned candidate takes than the fastest one: geometric mean, the worst,
-and how many are above 1.12.
+how many are above 1.12, and how many are more than 3 % slower than the unfused path ("slower").
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,12 +31,12 @@ from tileweave.planning.candidates import PLANNED, TUNABLE
 from tileweave.planning.costs import DEVICES, device_of, is_aligned
 from tileweave.planning.machine import H200
 from tileweave.planning.measurements import Measurement, packaged, write_measurements
-from tileweave.planning.planner import Planner
+from tileweave.planning.planner import planner_by
 from tileweave.planning.problem import MatmulConfig
 from tileweave.profile.metrics import geometric_mean
 
 FOLDER = Path(measurements.__file__).parent / "measured"
-FAR_OFF = 1.12
+FAR_OFF, SLOWER = 1.12, 1.03
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
@@ -52,25 +53,34 @@ class Judged:
         return self.measured.us[self.planned] / min(self.measured.us.values())
 
     @property
+    def is_slower(self) -> bool:
+        """Whether it is slower than the unfused path."""
+        us = self.measured.us
+        return None in us and us[self.planned] > SLOWER * us[None]
+
+    @property
     def group(self) -> tuple[str, str, int]:
         one = self.measured
-        return one.op, one.device, one.problem.world_size
+        return one.op, one.device + ", FP8" * one.problem.fp8, one.problem.world_size
 
 
 def judge(one: Measurement, known: Sequence[Measurement]) -> Judged:
     """Plan the shape of ``one`` on its device, among the candidates that have a time, by the times
     ``known``."""
-    planner = Planner(one.op, replace(H200, name=f"NVIDIA {one.device}"), tuple(known))
-    planned = [config for config in one.us if config in (None, *PLANNED[one.op].configs)]
-    return Judged(one, min(planned, key=lambda config: planner.predict(one.problem, config)))
+    op, p = PLANNED[one.op], one.problem
+    machine, scales = replace(H200, name=f"NVIDIA {one.device}"), p.scales if p.fp8 else None
+    planner = planner_by(one.op, machine, tuple(known), scales=scales)
+    planned = [config for config in one.us if config in (None, *(op.fp8 if p.fp8 else op.configs))]
+    return Judged(one, min(planned, key=lambda config: planner.predict(p, config)))
 
 
-def left_out(op: str, progress: bool = True) -> list[Judged]:
-    """Judge each packaged shape of 16 bits by the times of all others."""
-    known = [one for one in packaged(op) if not one.problem.fp8]
+def left_out(op: str, progress: bool = True, fp8: bool = False) -> list[Judged]:
+    """Judge each packaged shape of 16 bits, or with FP8 operands, by the times of all others."""
+    known = packaged(op)
+    judged = [one for one in known if one.problem.fp8 == fp8]
     return [
         judge(one, [other for other in known if other is not one])
-        for one in track(known, op, disable=not progress, transient=True)
+        for one in track(judged, op, disable=not progress, transient=True)
     ]
 
 
@@ -90,12 +100,11 @@ def read_caches(paths: Iterable[Path]) -> list[Measurement]:
 
 
 def new_shapes(found: Sequence[Measurement], progress: bool = True) -> list[Judged]:
-    """Judge the shapes of 16 bits that the package has no times of."""
+    """Judge the shapes that the package has no times of."""
     judged = []
     for one in track(found, "new shapes", disable=not progress, transient=True):
-        known = [other for other in packaged(one.op) if not other.problem.fp8]
-        is_new = (one.problem, one.device) not in [(other.problem, other.device) for other in known]
-        if is_new and not one.problem.fp8:
+        known = packaged(one.op)
+        if (one.problem, one.device) not in [(other.problem, other.device) for other in known]:
             judged.append(judge(one, known))
     return judged
 
@@ -134,11 +143,14 @@ def show(judged: Sequence[Judged], worst: int) -> None:
     groups = defaultdict(list)
     for one in judged:
         groups[one.group].append(one)
-    table = Table("operator", "device", "ranks", "shapes", "mean", "worst", f"above {FAR_OFF}")
+    counts = f"above {FAR_OFF}", "slower"
+    narrow: dict[str, Any] = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+    table = Table("operator", "device", "ranks", "shapes", "mean", "worst", *counts, **narrow)
     for (op, device, ranks), some in [*sorted(groups.items()), (("all", "", ""), judged)]:
         far = sum(one.ratio > FAR_OFF for one in some)
         mean = geometric_mean(one.ratio for one in some)
-        numbers = f"{mean:.4f}", f"{max(one.ratio for one in some):.2f}", str(far)
+        slower = sum(one.is_slower for one in some)
+        numbers = f"{mean:.4f}", f"{max(one.ratio for one in some):.2f}", str(far), str(slower)
         table.add_row(op, device, str(ranks), str(len(some)), *numbers)
     console.print(table)
     for one in sorted(judged, key=lambda one: -one.ratio)[:worst]:
@@ -156,12 +168,15 @@ Worst = Annotated[int, typer.Option(min=0, help="So many of the worst shapes.")]
 
 @app.command("left-out")
 def left_out_command(
-    op: Annotated[str, typer.Option(help="One operator; all: each.")] = "all", worst: Worst = 10
+    op: Annotated[str, typer.Option(help="One operator; all: each.")] = "all",
+    fp8: Annotated[bool, typer.Option("--fp8", help="Shapes with FP8 operands.")] = False,
+    worst: Worst = 10,
 ) -> None:
     """Plan each packaged shape by the times of all others."""
     if op not in ("all", *TUNABLE):
         raise typer.BadParameter(f"{op}: allowed are all, {', '.join(TUNABLE)}")
-    show([each for name in TUNABLE if op in ("all", name) for each in left_out(name)], worst)
+    names = [name for name in TUNABLE if op in ("all", name)]
+    show([each for name in names for each in left_out(name, fp8=fp8)], worst)
 
 
 @app.command("new")

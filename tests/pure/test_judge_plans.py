@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import tileweave as tw
 from tileweave.planning.cache import Key, text_of
+from tileweave.planning.candidates import PLANNED
 from tileweave.planning.measurements import Measurement, packaged, write_measurements
 
 OP = "all_gather_matmul"
@@ -49,12 +50,24 @@ def test_left_out_shapes_do_not_know_their_own_times(monkeypatch: pytest.MonkeyP
     assert judge(odd, known).planned is None
 
 
+def test_fp8_operands_are_judged_by_themselves() -> None:
+    """Among their own candidates, of which some have tiles that 16 bits have not."""
+    judged = judge_plans.left_out("matmul_all_reduce", progress=False, fp8=True)
+    assert judged and all(each.measured.problem.fp8 for each in judged)
+    planned = {each.planned for each in judged}
+    assert planned <= {None, *PLANNED["matmul_all_reduce"].fp8}
+    assert planned - {None, *PLANNED["matmul_all_reduce"].configs}
+    assert {each.group[1] for each in judged} == {"H200, FP8"}
+
+
 def test_mean_and_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     one = a_shape()
     first, second = [c for c in one.us if c][:2]
     times = replace(one, us={None: 40.0, first: 10.0, second: 20.0})
     judged = [Judged(times, config) for config in (None, first)]
     assert [each.ratio for each in judged] == [4.0, 1.0]
+    slow = replace(one, us={None: 10.0, first: 10.2, second: 10.4})
+    assert [Judged(slow, config).is_slower for config in slow.us] == [False, False, True]
     judge_plans.show(judged, 1)
     said = capsys.readouterr().out
     assert said.count("2.0000") == 2 and "4.000  all_gather_matmul" in said, said

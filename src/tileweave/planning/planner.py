@@ -2,8 +2,8 @@
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
 to take for shapes nearby, relative to the closed form there; times of another device count less
-(:data:`_OTHER_DEVICE`). Of 1,891 shapes of two H100, two and four H200, each left out of
-the measurements in turn, the choice took 1.4 % longer than the fastest candidate in the mean. A
+(:data:`_OTHER_DEVICE`). Of 1,959 shapes of two H100, two and four H200, each left out of
+the measurements in turn, the choice took 1.3 % longer than the fastest candidate in the mean. A
 candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
 predicted with caution (:data:`_UNTRIED`). No torch, no triton.
 """
@@ -181,13 +181,8 @@ def _place(p: Problem) -> tuple[float, ...]:
 
 @cache
 def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -> Planner:
-    """The planner of ``op`` with all that is known of ``machine``.
-
-    ``fp8``: of calls with FP8 operands, with these ``scales``. Times of FP8 say nothing about other
-    calls. Those of this package with scales of another kind count less, those of the user's own
-    machine not; but where nothing was measured with scales of tensors, those of rows do, which take
-    as long. Those of 16-bit operands correct configs that were never measured with these scales.
-    """
+    """The planner of ``op`` with all that is known of ``machine``. ``fp8``: of calls with FP8
+    operands, with these ``scales``."""
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
@@ -197,11 +192,29 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
             )
             for one in known
         )
-    measured = (*known, *choices.installed(op))
+    return planner_by(op, machine, known, choices.installed(op), scales if fp8 else None)
+
+
+def planner_by(
+    op: str,
+    machine: Machine,
+    known: tuple[Measurement, ...],
+    tuned: tuple[Measurement, ...] = (),
+    scales: str | None = None,
+) -> Planner:
+    """The planner of ``op`` by times of this package, ``known``, and of the user's own machine,
+    ``tuned``. ``scales``: of calls with FP8 operands; None: of other calls.
+
+    Times of FP8 say nothing about other calls. Those of this package with scales of another kind
+    count less, those of the user's own machine not; but where nothing was measured with scales of
+    tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
+    were never measured with these scales.
+    """
+    measured, fp8, kind = (*known, *tuned), scales is not None, scales or ""
     wide = [one for one in measured if not one.problem.fp8]
     eight = [one for one in measured if fp8 and one.problem.fp8]
-    own = [one for one in eight if one.problem.scales == scales] or [
-        one for one in eight if one.problem.scales == scales.replace("tensor", "row")
+    own = [one for one in eight if one.problem.scales == kind] or [
+        one for one in eight if one.problem.scales == kind.replace("tensor", "row")
     ]
     akin = [one for one in known if fp8 and one.problem.fp8 and one not in own]
     seen = {config for one in own for config in one.us}
