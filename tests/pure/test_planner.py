@@ -28,7 +28,7 @@ from tileweave.planning.measurements import (
     read_measurements,
     write_measurements,
 )
-from tileweave.planning.planner import Planner, _place, planner_of
+from tileweave.planning.planner import Planner, _place, planner_by, planner_of
 from tileweave.planning.predict import _Tiles, host_seconds, seconds, work_of
 from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.sim.machine import presets
@@ -371,6 +371,33 @@ def test_times_of_fp8_are_those_of_one_kind_of_scales() -> None:
                 read_measurements(broken, "a file")
     finally:
         choices.clear()
+
+
+def test_our_kernels_are_other_programs_with_other_scales() -> None:
+    """Their times with scales of blocks say little about scales of rows, those of cuBLAS more."""
+    op, place = "matmul_all_reduce", Problem(2, 32, 16384, 8192, 1, "float8_e4m3fn", 1, "row")
+    ours = MatmulConfig("triton", "sm", 32, 64, 128, 8, 4, shots=1)
+    form = {config: Planner(op, H200, ()).closed_form(place, config) for config in (CONFIG, ours)}
+
+    def slower(config: MatmulConfig) -> float:
+        """How much longer the prediction is, if scales of blocks take twice as long."""
+        known = [
+            Measurement(
+                op,
+                replace(place, depth=depth, scales=scales),
+                {c: 1e6 * form[c] * (2.0 if scales == "block" else 1.0) for c in form},
+                "H200",
+            )
+            for depth in (8064, 8320)
+            for scales in ("row", "block")
+        ]
+        with_blocks, without = (
+            planner_by(op, H200, tuple(times), scales="row").predict(place, config)
+            for times in (known, [one for one in known if one.problem.scales == "row"])
+        )
+        return with_blocks / without
+
+    assert slower(ours) < 1.1 < 1.2 < slower(CONFIG)
 
 
 def test_fp8_needs_its_tensor_cores_and_columns() -> None:

@@ -35,7 +35,9 @@ _FAR = 0.1  # weight of the median over all measurements
 _RISK = 4.0
 _DEVIATION, _DEVIATION_OF_CUBLAS = 0.25, 0.03
 _OTHER_DEVICE = 0.25  # weight of a time of another kind of device
-_OTHER_SCALES = 0.5  # weight of a time with FP8 scales of another kind
+# Weight of a time with FP8 scales of another kind: of cuBLAS, and of our kernels, which are other
+# programs with them.
+_OTHER_SCALES, _OTHER_SCALES_OF_KERNELS = 0.5, 0.02
 # Of a candidate of FP8 operands that was not measured: over its prediction. Shards by
 # torch._scaled_mm of a reduce-scatter took 1.02 to 1.14 of their closed form on two H200.
 _UNTRIED = 1.12
@@ -60,9 +62,9 @@ class Planner:
         op: str,
         machine: Machine,
         known: tuple[Measurement, ...],
-        akin: tuple[Measurement, ...] = (),
+        akin: tuple[tuple[Measurement, float], ...] = (),
     ) -> None:
-        """``akin``: of FP8 operands with scales of another kind, which count less."""
+        """``akin``: of FP8 operands with scales of another kind, and how much they count."""
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
         self._sheet = data_sheet(machine)
@@ -70,16 +72,15 @@ class Planner:
         self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
         self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
         self._here: dict[Problem, Mapping[MatmulConfig | None, float]] = {}  # us on this device
-        for number, one in enumerate((*known, *akin)):
+        weighed = [*((one, 1.0) for one in known), *akin]
+        for number, (one, weight) in enumerate(weighed):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
             counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
             if counts == 1.0 and number < len(known):
                 self._here[one.problem] = one.us
-            if number >= len(known):
-                counts *= _OTHER_SCALES
-            self._shapes.append((_place(one.problem), counts))
+            self._shapes.append((_place(one.problem), counts * weight))
             for config, us in one.us.items():
                 ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
                 self._points.setdefault(config, []).append(_Point(number, ratio))
@@ -186,12 +187,7 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
-        known = tuple(
-            replace(
-                one, us={c: us for c, us in one.us.items() if c is None or c.kernel == "library"}
-            )
-            for one in known
-        )
+        known = tuple(_only(one, True) for one in known)
     return planner_by(op, machine, known, choices.installed(op), scales if fp8 else None)
 
 
@@ -206,9 +202,9 @@ def planner_by(
     ``tuned``. ``scales``: of calls with FP8 operands; None: of other calls.
 
     Times of FP8 say nothing about other calls. Those of this package with scales of another kind
-    count less, those of the user's own machine not; but where nothing was measured with scales of
-    tensors, those of rows do, which take as long. Those of 16-bit operands correct configs that
-    were never measured with these scales.
+    count less (:data:`_OTHER_SCALES`), those of the user's own machine not; but where nothing was
+    measured with scales of tensors, those of rows do, which take as long. Those of 16-bit operands
+    correct configs that were never measured with these scales.
     """
     measured, fp8, kind = (*known, *tuned), scales is not None, scales or ""
     wide = [one for one in measured if not one.problem.fp8]
@@ -217,12 +213,25 @@ def planner_by(
         one for one in eight if one.problem.scales == kind.replace("tensor", "row")
     ]
     akin = [one for one in known if fp8 and one.problem.fp8 and one not in own]
+    weighed = [
+        (_only(one, by_cublas), weight)
+        for one in akin
+        for by_cublas, weight in ((True, _OTHER_SCALES), (False, _OTHER_SCALES_OF_KERNELS))
+    ]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
         for one in wide
     ]
-    return Planner(op, machine, (*own, *others), tuple(akin))
+    return Planner(op, machine, (*own, *others), tuple(weighed))
+
+
+def _only(one: Measurement, by_cublas: bool) -> Measurement:
+    """The times of paths whose matmul is cuBLAS, or of our kernels."""
+    chosen = {
+        c: us for c, us in one.us.items() if by_cublas == (c is None or c.kernel == "library")
+    }
+    return replace(one, us=chosen)
 
 
 choices.on_install(planner_of.cache_clear)
