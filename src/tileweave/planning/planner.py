@@ -47,11 +47,12 @@ _PROMOTED = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One measured time of a candidate: at which of the measured shapes, and log(measured / closed
-    form) on the device that was measured."""
+    """One measured time of a candidate: at which of the measured shapes, log(measured / closed
+    form) on the device that was measured, and how much it counts, apart from where it is."""
 
     shape: int
     log_ratio: float
+    counts: float
 
 
 class Planner:
@@ -62,9 +63,9 @@ class Planner:
         op: str,
         machine: Machine,
         known: tuple[Measurement, ...],
-        akin: tuple[tuple[Measurement, float], ...] = (),
+        akin: tuple[Measurement, ...] = (),
     ) -> None:
-        """``akin``: of FP8 operands with scales of another kind, and how much they count."""
+        """``akin``: of FP8 operands with scales of another kind, which count less."""
         self.op, self.machine = op, machine
         self.has_fp8 = any(one.problem.fp8 for one in known)
         self._sheet = data_sheet(machine)
@@ -72,18 +73,19 @@ class Planner:
         self._shapes: list[tuple[tuple[float, ...], float]] = []  # where, and how much it counts
         self._near: tuple[tuple[float, ...], list[float]] | None = None  # weights at the last place
         self._here: dict[Problem, Mapping[MatmulConfig | None, float]] = {}  # us on this device
-        weighed = [*((one, 1.0) for one in known), *akin]
-        for number, (one, weight) in enumerate(weighed):
+        for number, one in enumerate((*known, *akin)):
             sheet = (
                 data_sheet(Machine(one.device, "cuda", num_sms=0)) if one.device else self._sheet
             )
             counts = 1.0 if sheet == self._sheet else _OTHER_DEVICE
             if counts == 1.0 and number < len(known):
                 self._here[one.problem] = one.us
-            self._shapes.append((_place(one.problem), counts * weight))
+            self._shapes.append((_place(one.problem), counts))
             for config, us in one.us.items():
                 ratio = math.log(us * 1e-6 / _closed_form(op, one.problem, config, sheet))
-                self._points.setdefault(config, []).append(_Point(number, ratio))
+                akin_counts = _OTHER_SCALES if _is_cublas(config) else _OTHER_SCALES_OF_KERNELS
+                point = _Point(number, ratio, 1.0 if number < len(known) else akin_counts)
+                self._points.setdefault(config, []).append(point)
         self._medians = {
             config: sorted(point.log_ratio for point in points)[len(points) // 2]
             for config, points in self._points.items()
@@ -113,14 +115,13 @@ class Planner:
         """Mean and variance of log(measured / closed form), by the points nearby."""
         near, weights, total, squares = self._weights(_place(p)), 0.0, 0.0, 0.0
         for point in self._points.get(config, ()):
-            weight = near[point.shape]
+            weight = near[point.shape] * point.counts
             weights += weight
             total += weight * point.log_ratio
             squares += weight * point.log_ratio**2
         mean = (total + _FAR * self._medians.get(config, 0.0)) / (weights + _FAR)
         around_mean = max(0.0, squares - 2.0 * mean * total + mean**2 * weights)
-        cublas = config is None or config.kernel == "library"
-        one_more = (_DEVIATION_OF_CUBLAS if cublas else _DEVIATION) ** 2
+        one_more = (_DEVIATION_OF_CUBLAS if _is_cublas(config) else _DEVIATION) ** 2
         return mean, (around_mean + one_more) / (weights + 1.0)
 
     def _weights(self, place: tuple[float, ...]) -> list[float]:
@@ -164,6 +165,11 @@ def _costs_of(sheet: DataSheet) -> Costs:
     return Costs(sheet, load_calibration("h100").coefficients)
 
 
+def _is_cublas(config: MatmulConfig | None) -> bool:
+    """Whether the matmul is cuBLAS."""
+    return config is None or config.kernel == "library"
+
+
 def _in_16_bits(config: MatmulConfig) -> MatmulConfig:
     """The config whose tiles of 16-bit operands have the bytes of these tiles of FP8."""
     return config if config.kernel == "library" else replace(config, tile_k=config.tile_k // 2)
@@ -187,7 +193,9 @@ def planner_of(op: str, machine: Machine, fp8: bool = False, scales: str = "") -
     known = packaged(op)
     if not machine.hopper:
         # only what needs no kernel for Hopper is likely to behave as it does there
-        known = tuple(_only(one, True) for one in known)
+        known = tuple(
+            replace(one, us={c: us for c, us in one.us.items() if _is_cublas(c)}) for one in known
+        )
     return planner_by(op, machine, known, choices.installed(op), scales if fp8 else None)
 
 
@@ -206,32 +214,21 @@ def planner_by(
     measured with scales of tensors, those of rows do, which take as long. Those of 16-bit operands
     correct configs that were never measured with these scales.
     """
-    measured, fp8, kind = (*known, *tuned), scales is not None, scales or ""
+    measured = (*known, *tuned)
     wide = [one for one in measured if not one.problem.fp8]
-    eight = [one for one in measured if fp8 and one.problem.fp8]
-    own = [one for one in eight if one.problem.scales == kind] or [
-        one for one in eight if one.problem.scales == kind.replace("tensor", "row")
+    if scales is None:
+        return Planner(op, machine, tuple(wide))
+    eight = [one for one in measured if one.problem.fp8]
+    own = [one for one in eight if one.problem.scales == scales] or [
+        one for one in eight if one.problem.scales == scales.replace("tensor", "row")
     ]
-    akin = [one for one in known if fp8 and one.problem.fp8 and one not in own]
-    weighed = [
-        (_only(one, by_cublas), weight)
-        for one in akin
-        for by_cublas, weight in ((True, _OTHER_SCALES), (False, _OTHER_SCALES_OF_KERNELS))
-    ]
+    akin = [one for one in known if one.problem.fp8 and one not in own]
     seen = {config for one in own for config in one.us}
     others = [
         replace(one, us={config: us for config, us in one.us.items() if config not in seen})
         for one in wide
     ]
-    return Planner(op, machine, (*own, *others), tuple(weighed))
-
-
-def _only(one: Measurement, by_cublas: bool) -> Measurement:
-    """The times of paths whose matmul is cuBLAS, or of our kernels."""
-    chosen = {
-        c: us for c, us in one.us.items() if by_cublas == (c is None or c.kernel == "library")
-    }
-    return replace(one, us=chosen)
+    return Planner(op, machine, (*own, *others), tuple(akin))
 
 
 choices.on_install(planner_of.cache_clear)
