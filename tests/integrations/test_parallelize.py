@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 SECONDS = 240
 MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
 # q, k and v of one layer, heads counted by attributes, numbers for each head among the arguments
-KNOWN = ("GPT2", "OpenAIGPT", "Bloom", "Falcon", "Mpt", "GPTBigCode", "CodeGen", "Persimmon")
+KNOWN = ("GPT2", "OpenAIGPT", "Bloom", "Falcon", "Mpt", "GPTBigCode", "CodeGen", "GPTJ", "Persimmon")
 
 
 def known(kind: str, seed: int) -> Any:
@@ -51,6 +51,8 @@ def known(kind: str, seed: int) -> Any:
         options |= {"d_model": hidden, "n_layers": 2, "n_heads": heads, "max_seq_len": 64}
     elif kind == "CodeGen":  # four groups of heads
         options |= {"n_embd": 4 * hidden, "n_head": 4 * heads, "rotary_dim": 4, "n_ctx": 64}
+    elif kind == "GPTJ":
+        options |= {"n_embd": hidden, "n_head": heads, "rotary_dim": 4, "n_positions": 64}
     else:
         options |= {"n_embd": hidden, "n_head": heads, "n_positions": 64}
     if kind == "GPTBigCode":

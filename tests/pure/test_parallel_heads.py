@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tileweave.nn.linear import class_path
-from tileweave.parallel.attentions import ATTENTIONS, Attention
+from tileweave.parallel.attentions import ATTENTIONS, Attention, known_attention
 from tileweave.parallel.fused import copies_of
 from tileweave.parallel.heads import Heads, counts_of, head_size, shared_keys
 from tileweave.parallel.plans import Block
@@ -85,6 +85,15 @@ def test_numbers_of_heads_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"num_heads": (8, 2), "num_key_value_heads": (2, 1)}
     assert counts_of(module, 2, 4) == own | groups
     assert counts_of(module, 1, 2) == {"num_heads": (8, 4), "num_key_value_heads": (2, 1)}
+
+
+def test_an_attention_of_another_version_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Attention(needs=("groups",))
+    older, newer = attention({}, num_heads=8), attention({}, num_heads=8, groups=4)
+    monkeypatch.setitem(ATTENTIONS, class_path(older), known)
+    assert class_path(older) == class_path(newer)
+    assert known_attention(older) is None
+    assert known_attention(newer) is known
 
 
 @pytest.mark.parametrize("name", ["head_dim", "head_size", "attention_head_size"])

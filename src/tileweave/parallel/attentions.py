@@ -27,6 +27,7 @@ class Attention:
     counts : attributes that ranks divide: numbers of heads, or of the features of all heads.
     in_config : the numbers of heads in its configuration are taken, too.
     by_head : arguments with numbers for each head, and last the attribute with the number of heads.
+    needs : attributes that versions of transformers lack whose attention is another one.
     """
 
     layer: str = ""
@@ -36,6 +37,7 @@ class Attention:
     counts: tuple[str, ...] = ()
     in_config: bool = False
     by_head: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 def _equal(features: str) -> Callable[[Any], Sizes]:
@@ -78,6 +80,7 @@ ATTENTIONS = {
         "whisper.modeling_whisper.WhisperAttention": _COUNTS,
         "opt.modeling_opt.OPTAttention": _COUNTS,
         "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _COUNTS,
+        "gptj.modeling_gptj.GPTJAttention": Attention(counts=("num_attention_heads",)),
         "phi3.modeling_phi3.Phi3Attention": _PHI3,
         "phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAttention": _PHI3,
         "gpt_neox.modeling_gpt_neox.GPTNeoXAttention": Attention(
@@ -116,6 +119,7 @@ ATTENTIONS = {
             "out_proj",
             together=lambda module: 3 * module.embed_dim // module.mp_num,
             counts=("embed_dim", "mp_num"),
+            needs=("mp_num",),
         ),
         "gpt2.modeling_gpt2.GPT2Attention": Attention(
             "c_attn", "c_proj", _equal("split_size"), counts=("split_size", "num_heads")
@@ -129,7 +133,10 @@ ATTENTIONS = {
 
 def known_attention(module: object) -> Attention | None:
     """What is known about ``module``, if it is one of :data:`ATTENTIONS`."""
-    return ATTENTIONS.get(class_path(module))
+    known = ATTENTIONS.get(class_path(module))
+    if known is None or not all(hasattr(module, name) for name in known.needs):
+        return None
+    return known
 
 
 def takes_equal_parts(module: object, name: str) -> bool:

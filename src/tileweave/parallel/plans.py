@@ -40,6 +40,7 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("w1",), "w2"),
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
+    (("fc_in",), "fc_out"),  # GPT-J
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
     (("lin1",), "lin2"),
