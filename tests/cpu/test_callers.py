@@ -398,6 +398,28 @@ def test_layouts_of_sequences(worlds: Worlds) -> None:
     worlds("gloo", 2).run(layouts)
 
 
+def layouts_of_gradients(me: Member) -> None:
+    """Attentions of torch may keep their backward for one layout of the gradient (cuDNN)."""
+    w = torch.randn(6, 8)
+    calls = (
+        lambda x: tw.matmul_reduce_scatter(x, w, scatter_dim=1),
+        lambda x: tw.all_gather_matmul(x, w, gather_dim=1),
+        lambda x: tw.all_gather_matmul(x, [w, w[:2]], gather_dim=1)[0],
+        torch.compile(lambda x: tw.matmul_reduce_scatter(x, w, scatter_dim=1), backend="aot_eager"),
+    )
+    for call in calls:
+        for made in (torch.zeros(2, 4, 8), torch.zeros(4, 2, 8).transpose(0, 1)):
+            found: list[torch.Tensor] = []
+            x = made.requires_grad_().view_as(made)
+            x.register_hook(found.append)
+            call(x).square().sum().backward()
+            assert found[0].stride() == x.stride(), call
+
+
+def test_gradients_have_the_layout_of_x(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(layouts_of_gradients, timeout=60)
+
+
 def added_by_compiled_code(me: Member) -> None:
     torch._dynamo.reset()
     x, w, factors = (random(4, 8, seed=n, dtype=torch.float32) for n in range(3))

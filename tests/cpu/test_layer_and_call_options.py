@@ -52,6 +52,21 @@ def test_results_made_under_inference_mode(world, interpreted: bool) -> None:
 # --- Layers ---
 
 
+def flattened(me: Member) -> list[str]:
+    """Layers whose rows are in dimension 1, of x without a dimension for the batch."""
+    column, row = ColumnParallelLinear(8, 8, dim=1), RowParallelLinear(8, 8, dim=1)
+    row.path = "layers.0.fc2"
+    x, part = torch.ones(4, 8), torch.ones(4, 8 // me.world_size)
+    return [refusal(lambda: column(x)), refusal(lambda: row(part))]
+
+
+def test_layers_name_x_without_rows(world) -> None:
+    for column, row in world.run(flattened):
+        rest = "whose rows are in dimension 1; allowed: x [B, S, ..., K]; remedy: keep that"
+        assert f"asked: ColumnParallelLinear of x (4, 8), {rest}" in column, column
+        assert f"asked: layers.0.fc2 of x (4, 4), {rest}" in row, row
+
+
 def options_of_bags(me: Member) -> None:
     specs, whole = (
         [tw.TableSpec(f"t{i}", 6, 4, 1.0) for i in range(4)],

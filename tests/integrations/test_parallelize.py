@@ -26,7 +26,17 @@ pytestmark = pytest.mark.timeout(300)
 SECONDS = 240
 MODELS = ("Phi3", "GPTNeoX", "Glm", "Glm4", "OPT")
 # q, k and v of one layer, heads counted by attributes, numbers for each head among the arguments
-KNOWN = ("GPT2", "OpenAIGPT", "Bloom", "Falcon", "Mpt", "GPTBigCode", "CodeGen", "GPTJ", "Persimmon")
+KNOWN = (
+    "GPT2",
+    "OpenAIGPT",
+    "Bloom",
+    "Falcon",
+    "Mpt",
+    "GPTBigCode",
+    "CodeGen",
+    "GPTJ",
+    "Persimmon",
+)
 
 
 def known(kind: str, seed: int) -> Any:

@@ -144,6 +144,7 @@ class ParallelLinear(ShardedModule, nn.Linear):
     dims: ClassVar[tuple[int, int | None]]
     fp8: str | None = None  # the recipe of FP8 training
     path: str = ""  # in the model, for errors
+    dim: int = 0  # of rows
     copies: int = 1  # how many consecutive ranks compute the same features
     turned: bool = False  # the weight is [in, out], as in Conv1D of transformers
 
@@ -225,6 +226,19 @@ class ParallelLinear(ShardedModule, nn.Linear):
                 "the whole one"
             )
         return w, local(self.bias)
+
+    def require_rows(self, x: torch.Tensor) -> None:
+        """Raise :class:`InputError` if x has no dimension ``dim`` of rows."""
+        require(
+            self.dim == 0 or x.dim() > self.dim + 1,
+            lambda: (
+                f"{self.path or type(self).__name__} of x {tuple(x.shape)}, whose rows are in "
+                f"dimension {self.dim}"
+            ),
+            "x [B, S, ..., K]",
+            "keep that dimension, without flatten() or view() before this layer; or make the layer "
+            "with dim=0, or the model with sequence_parallel=False",
+        )
 
     def _placements(self) -> tuple[Any, Any]:
         from torch.distributed.tensor import Replicate, Shard
@@ -410,6 +424,7 @@ class ColumnParallelLinear(ParallelLinear):
             if self.fp8 is not None:
                 return multiply_in_fp8(whole, w, bias, self.fp8)
             return multiply(whole, w, bias)
+        self.require_rows(x)
         keep = self.save_gathered and torch.is_grad_enabled()
         y = all_gather_matmul(
             x,
@@ -526,6 +541,7 @@ class RowParallelLinear(ParallelLinear):
             y = matmul_all_reduce(x, w, bias, group=self.group_name, quantize=self.fp8)
             assert isinstance(y, torch.Tensor), "without a norm there is one result"
             return y
+        self.require_rows(x)
         return matmul_reduce_scatter(
             x, w, bias, group=self.group_name, scatter_dim=self.dim, quantize=self.fp8
         )

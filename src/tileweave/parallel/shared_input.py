@@ -90,6 +90,7 @@ class _SharedInput:
         key, x = input_of(self.path, args, kwargs)
         layers, first = self.layers, self.layers[0]
         if first.gather:
+            first.require_rows(x)
             cast = under_autocast(x, *(part for layer in layers for part in layer.parts()))
             instead, x = all_gather_matmul(
                 cast[0],

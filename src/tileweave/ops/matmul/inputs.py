@@ -66,7 +66,8 @@ def sequence_first(
     """x [B, S, ...] and ``out`` as views [S, B, ...], for option ``name`` = 1.
 
     The operators gather and scatter rows, hence dimension 0. Their results are views, too, so that
-    no result is copied; x is, unless B is 1 or its memory has the order [S, B, ...] already.
+    no result is copied; x is, and its gradient, unless B is 1 or its memory has the order
+    [S, B, ...] already.
     """
     require(dim in (0, 1), f"{name}={dim!r}", "0 or 1", f"transpose x, or pass {name}=1")
     fits = isinstance(x, torch.Tensor) and x.dim() >= 3
@@ -86,7 +87,34 @@ def sequence_first(
             "pass torch.empty(S, B, ..., n).transpose(0, 1)",
         )
         out = out.transpose(0, 1)
-    return x.transpose(0, 1), out
+    turned = x.transpose(0, 1)
+    copied = x.is_contiguous() and not turned.is_contiguous()
+    if copied and x.requires_grad and torch.is_grad_enabled():
+        turned = _ContiguousGradient.apply(x).transpose(0, 1)
+    return turned, out
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """x, whose gradient gets the memory order of x, not [S, B, ...].
+
+    The attention of torch by cuDNN keeps its backward for the next call whose q, k and v have the
+    same shapes and strides, and does not look at those of the gradient. A process that has trained
+    a layer with and without ``scatter_dim=1`` would get a wrong gradient.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        return grad_outputs[0].contiguous()
 
 
 def check_operands(

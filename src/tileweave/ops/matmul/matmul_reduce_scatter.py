@@ -110,7 +110,7 @@ def matmul_reduce_scatter(
         1: x is [B, S, ..., k] and the result [B, S / R, ..., N]. The result is a view of memory in
         the order [S / R, B, ..., N], which is not copied. x is copied once, unless B is 1 or x is
         such a view itself, like a function by element of a result of ``all_gather_matmul`` with
-        ``gather_dim=1``. The gradient of y is copied alike.
+        ``gather_dim=1``. The gradient of y is copied alike. That of x has the memory order of x.
 
     depth : int, optional
         The largest k of any rank, the same on every rank, for ranks with different numbers of
