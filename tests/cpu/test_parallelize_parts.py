@@ -228,7 +228,15 @@ def right(me: Member, kind: str, sequence: bool) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("names", "names, no plan", "own heads", "one module", "plan of the head", "gate"),
+        *(
+            "names",
+            "names, no plan",
+            "heads",
+            "own heads",
+            "one module",
+            "plan of the head",
+            "gate",
+        ),
         *("gate of heads", "use of a child", "convolution"),
     ],
 )
@@ -243,7 +251,6 @@ def test_an_input_that_is_used_for_more(world: World) -> None:
 
 REFUSED = {
     "scale": (False, "layers.0.mlp.scale itself"),
-    "heads": (False, "layers.0.self_attn, whose forward takes num_heads = 4"),
     "norm between modules": (False, "layers.0.self_attn.self.norm with parameters"),
     "looked up": (False, "layers.0.mlp.gate_up_proj, which computes several projections"),
     "norms of each head": (False, "layers.0.self_attn.q_norm, a list of norms"),

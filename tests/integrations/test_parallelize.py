@@ -35,6 +35,7 @@ KNOWN = (
     "GPTBigCode",
     "CodeGen",
     "GPTJ",
+    "XGLM",
     "Persimmon",
 )
 
@@ -61,13 +62,15 @@ def known(kind: str, seed: int) -> Any:
         options |= {"d_model": hidden, "n_layers": 2, "n_heads": heads, "max_seq_len": 64}
     elif kind == "CodeGen":  # four groups of heads
         options |= {"n_embd": 4 * hidden, "n_head": 4 * heads, "rotary_dim": 4, "n_ctx": 64}
+    elif kind == "XGLM":
+        options |= {"d_model": hidden, "attention_heads": heads, "num_layers": 2, "ffn_dim": 40}
     elif kind == "GPTJ":
         options |= {"n_embd": hidden, "n_head": heads, "rotary_dim": 4, "n_positions": 64}
     else:
         options |= {"n_embd": hidden, "n_head": heads, "n_positions": 64}
     if kind == "GPTBigCode":
         options |= {"multi_query": draw.random() < 0.5}
-    if kind in ("OpenAIGPT", "Bloom", "Mpt"):
+    if kind in ("OpenAIGPT", "Bloom", "Mpt", "XGLM"):
         attention = "eager"
     options |= {"attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 2}
     task = "LMHeadModel" if kind in ("GPT2", "OpenAIGPT") else "ForCausalLM"

@@ -3,6 +3,7 @@ projections, state under their names, norms of heads, and numbers of heads in a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -291,6 +292,26 @@ def test_heads_of_one_rank(
                 checks._check_heads(each, block, ranks, {})
         else:
             checks._check_heads(each, block, ranks, {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attributes", "ranks", "counts"),
+    [
+        ({"q": 32}, {"n_head": 4}, 2, {"n_head": (4, 2)}),
+        ({"q": 48}, {"n_head": 6}, 4, {}),  # no whole heads
+        ({"q": 32}, {"head_dim": 8, "n_head": 2}, 2, {}),  # of one rank
+        ({"q": 32, "k_proj": 16}, {"head_dim": 8, "num_kv_heads": 2}, 4, {"num_kv_heads": (2, 1)}),
+        ({"q": 32}, {"n_head": True}, 2, {}),
+    ],
+)
+def test_numbers_of_heads_to_share(
+    sizes: dict[str, int], attributes: dict[str, Any], ranks: int, counts: dict[str, Any]
+) -> None:
+    module, block = of_heads(sizes, **attributes), Block("attention", tuple(sizes), "o")
+    assert checks.heads_to_share(module, block, ranks) == counts
+    assert checks.heads_to_share(module, replace(block, shares=False), ranks) == {}
+    inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
+    assert checks.heads_to_share(module_of(attention=module), inner, ranks) == {}
 
 
 def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def _falcon_group(module: Any) -> int:
 
 _PHI3 = Attention("qkv_proj", "o_proj", _of_config, counts=("num_key_value_heads",), in_config=True)
 _COUNTS = Attention(counts=("num_heads", "num_key_value_heads"))
+_COUNTS_FEATURES = Attention(counts=("num_heads", "embed_dim"))
 _MODELS = "transformers.models."
 # by module and name of the class
 ATTENTIONS = {
@@ -81,6 +82,8 @@ ATTENTIONS = {
         "opt.modeling_opt.OPTAttention": _COUNTS,
         "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _COUNTS,
         "gptj.modeling_gptj.GPTJAttention": Attention(counts=("num_attention_heads",)),
+        "xglm.modeling_xglm.XGLMAttention": _COUNTS_FEATURES,
+        "mvp.modeling_mvp.MvpAttention": _COUNTS_FEATURES,
         "phi3.modeling_phi3.Phi3Attention": _PHI3,
         "phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAttention": _PHI3,
         "gpt_neox.modeling_gpt_neox.GPTNeoXAttention": Attention(

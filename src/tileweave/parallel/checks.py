@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -27,7 +27,7 @@ from tileweave.parallel.fused import (
     check_parts,
     is_adapter,
 )
-from tileweave.parallel.heads import head_size
+from tileweave.parallel.heads import Counts, head_size
 from tileweave.parallel.plans import (
     BY_HEAD,
     COLUMN,
@@ -187,18 +187,20 @@ def check_block(
     whole: set[str],
     size: int,
     shared: dict[str, int],
+    counted: Iterable[str] = (),
 ) -> Block:
     """Raise :class:`InputError` if the module of ``block`` has parts of which it is not known what
     they see, or takes the heads of all ranks. Returns it, and whether its layers share its input.
 
     ``whole``: paths that the plan of transformers leaves whole. ``shared``: how many ranks compute
-    the same features of a layer, by path.
+    the same features of a layer, by path. ``counted``: attributes of the module that become the
+    heads of one rank.
     """
     module = model.get_submodule(block.path)
     dot = f"{block.path}." if block.path else ""
     copies = {name: shared[dot + name] for name in block.columns if dot + name in shared}
     if block.shares:  # else it has style objects: its plan says which heads a rank has
-        _check_heads(module, block, size, copies)
+        _check_heads(module, block, size, copies, counted)
     layers = (*block.columns, block.row)
     known = {*layers, *(name.partition(".")[0] for name in layers)}
     paths = {dot + name for name in (*block.columns, block.row)}
@@ -320,7 +322,9 @@ def is_norm(module: nn.Module) -> bool:
 # --- Heads ---
 
 
-def _check_heads(module: Any, block: Block, size: int, copies: dict[str, int]) -> None:
+def _check_heads(
+    module: Any, block: Block, size: int, copies: dict[str, int], counted: Iterable[str] = ()
+) -> None:
     if block.within:
         module = module.get_submodule(block.within)
     head = head_size(module)
@@ -337,22 +341,45 @@ def _check_heads(module: Any, block: Block, size: int, copies: dict[str, int]) -
             "whole heads on every rank, or ranks that are a multiple of the heads of keys, values",
             "choose fewer ranks, or pass a plan without this attention",
         )
+    for name, value, layer in _heads_of_all(module, columns):
+        features = module.get_submodule(layer).out_features
+        require(
+            name in counted,
+            f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "
+            f"{value}, the heads of all ranks ({layer} has {features} features)",
+            "a forward that takes the number of heads from shapes, or from an attribute with "
+            "those of one rank",
+            f"set {block.taking or 'the model'}.{name} = {value // size} (and others like it) "
+            "before this call, or pass a plan without this attention",
+        )
+
+
+def heads_to_share(module: Any, block: Block, size: int) -> Counts:
+    """Attributes of the module of ``block``, which is not a known attention, that its forward takes
+    as the heads of all ranks, and those of one rank. A trial must confirm that they are no more."""
+    own = vars(module)
+    names = (*block.columns, block.row)
+    if block.within or not block.shares or any("." in name for name in names):
+        return {}
+    return {
+        name: (value, max(1, value // size))
+        for name, value, _ in _heads_of_all(module, [*block.columns])
+        if type(own.get(name)) is int and (value % size == 0 or size % value == 0)
+    }
+
+
+def _heads_of_all(module: Any, columns: list[str]) -> Iterator[tuple[str, int, str]]:
+    """Attributes with the heads of all ranks that the forward of a module takes, which is not a
+    known attention: the name, the number, and a layer that has so many."""
     if known_attention(module):
         return
+    head = head_size(module)
     for name, value in _heads_in_forward(module):
-        layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
-        for layer in layers:
+        for layer in (c for c in columns if not _of_keys(name) or _of_keys(c.lower())):
             features = module.get_submodule(layer).out_features
             one = features // value if head is None else head
-            require(
-                value * one != features,
-                f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "
-                f"{value}, the heads of all ranks ({layer} has {features} features)",
-                "a forward that takes the number of heads from shapes, or from an attribute with "
-                "those of one rank",
-                f"set {block.taking or 'the model'}.{name} = {value // size} (and others like it) "
-                "before this call, or pass a plan without this attention",
-            )
+            if value * one == features:
+                yield name, value, layer
 
 
 def counts_heads(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ the same one: those with the query heads that use it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -59,10 +59,12 @@ def shared_keys(
 class Heads:
     """shared : how many ranks compute the same heads of a layer, by path; others: one.
     counts : the attributes of modules that are numbers of heads, by path.
+    guessed : paths of modules of which a trial must confirm the attributes.
     """
 
     shared: dict[str, int]
     counts: dict[str, Counts]
+    guessed: set[str] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -84,6 +86,13 @@ class Heads:
             for path, own in found.items()
         }
         return cls({path: n for own in found.values() for path, n in own.items()}, counts)
+
+    def guess(self, path: str, counts: Counts) -> None:
+        """Let a module count the heads of one rank by these attributes, too, if a trial confirms
+        it."""
+        if counts:
+            self.counts[path] = self.counts.get(path, {}) | counts
+            self.guessed.add(path)
 
 
 def counts_of(module: Any, copies: int, size: int) -> Counts:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pickle import PicklingError
 from typing import Any
 
@@ -59,6 +59,7 @@ class Tried:
     inner : paths of modules in it that are tried themselves, from the module.
     size : the number of ranks.
     counts : attributes that are numbers of heads, of all ranks and of one.
+    guessed : no call is made before a trial has confirmed the attributes.
     done : there is nothing to try any more.
     walks : names of modules on the way to each of its layers.
     """
@@ -69,6 +70,7 @@ class Tried:
     inner: tuple[str, ...]
     size: int
     counts: Counts = field(default_factory=dict)
+    guessed: bool = False
     done: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
@@ -79,12 +81,26 @@ class Tried:
         """The error of this module."""
         ends, begins = " and ".join(self.rows) or "comes next", ", ".join(self.columns)
         return InputError(
-            f"asked: {self.path or type(module).__name__} over {self.size} ranks, whose forward "
-            f"{reason}; allowed: a forward that computes what {ends} of a rank takes from that "
-            f"rank's part of {begins}: whole heads, or features one by one; remedy: take the "
-            "numbers of heads and features from shapes, give it those of one rank (and pass "
+            f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
+            f"whose forward {reason}; allowed: a forward that computes what {ends} of a rank takes "
+            f"from that rank's part of {begins}: whole heads, or features one by one; remedy: take "
+            "the numbers of heads and features from shapes, give it those of one rank (and pass "
             "check=False), or pass a plan without it"
         )
+
+    def untried(self, module: nn.Module) -> InputError:
+        """The error of a call that cannot be tried, of a module whose attributes are guessed."""
+        return InputError(
+            f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
+            "in a call that cannot be tried; allowed: a first call with tensors and numbers only; "
+            "remedy: call the model once without a cache (use_cache=False), before torch.compile "
+            "and CUDA graphs; or set these attributes before tileweave.parallelize"
+        )
+
+    def _given(self) -> str:
+        if not self.guessed:
+            return ""
+        return " with " + ", ".join(f"{n} = {own} of {of}" for n, (of, own) in self.counts.items())
 
 
 # --- Which modules ---
@@ -181,7 +197,19 @@ def watch(module: nn.Module, tried: Tried) -> None:
 
 @cache
 def _class_of(cls: Any) -> type:
-    return make_class(cls, TriedModule, {"forward": forward_by(cls, _call)}, _class_of)
+    return make_class(cls, TriedModule, {"forward": _forward_of(cls)}, _class_of)
+
+
+def _forward_of(cls: Any) -> Callable[..., Any]:
+    inner = forward_by(cls, _call)
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self._tried.guessed and not self._tried.done:
+            raise self._tried.untried(self)  # without fullgraph this call is made without a graph
+        return inner(self, *args, **kwargs)
+
+    return forward
 
 
 def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -194,9 +222,12 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
                 raise InputError(f"asked: {dot}{name}, {reason}")
         _guard_hooks(module, tried)
     outer, given = None, (args, kwargs)
+    guessed = tried.guessed and not tried.done
     if not tried.done and _is_plain(given):
         outer, given = _copied(module, tried, {}), _cloned(given)
-        tried.done = True
+        tried.done = not guessed
+    if guessed and outer is None:
+        raise tried.untried(module)
     try:
         if outer is None:
             return forward(module, *args, **kwargs)
@@ -206,7 +237,9 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         if isinstance(error, OF_OTHER_REASONS):
             raise
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
-    _judge(module, tried, outer, forward, given[0], given[1], inner)
+    tried.done = _judge(module, tried, outer, forward, given[0], given[1], inner) or tried.done
+    if not tried.done:
+        raise tried.untried(module)
     return result
 
 

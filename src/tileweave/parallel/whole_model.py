@@ -29,6 +29,7 @@ from tileweave.parallel.checks import (
     check_own_rows,
     check_styles,
     counts_heads,
+    heads_to_share,
     routed_parts,
 )
 from tileweave.parallel.experts import experts_of, is_described
@@ -95,9 +96,11 @@ def parallelize(
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others; any
     gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. With fewer
-    heads of keys and values than ranks, ranks share a head. Stacked experts of transformers are
-    sharded by expert: tokens are sent to them. The state_dict keeps the names and shapes of
-    ``model``. ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
+    heads of keys and values than ranks, ranks share a head. Numbers of heads that an attention has
+    as attributes become those of one rank, if a trial shows that they are no more. Stacked experts
+    of transformers are sharded by expert: tokens are sent to them. The state_dict keeps the names
+    and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all ranks
+    must call it.
 
     Parameters
     ----------
@@ -177,7 +180,12 @@ def parallelize(
         path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
     }
     styled = {**dict.fromkeys(every, COLUMN), **styles}
-    blocks = [check_block(model, block, styled, whole, size, heads.shared) for block in blocks]
+    for block in blocks if check else ():
+        heads.guess(block.path, heads_to_share(model.get_submodule(block.path), block, size))
+    blocks = [
+        check_block(model, b, styled, whole, size, heads.shared, heads.counts.get(b.path, ()))
+        for b in blocks
+    ]
     for layer in fused:
         check_fused(model, layer, styled, whole, size)
     routed = routed_parts(model, styles) if sequence_parallel else ()
@@ -355,10 +363,11 @@ def _tried(
         parts[name] = tuple((n, layer.copies.get(part, 1)) for part, n in layer.sizes.items())
     check_hooks(model, [*columns, *rows])
     found = modules_to_try(model, columns, rows, size)
+    assert heads.guessed <= found.keys(), "their layers are direct parts of them"
     for path, tried in found.items():
         if named is not None:
             check_between(model, tried, named)
-        tried.counts = heads.counts.get(path, {})
+        tried.counts, tried.guessed = heads.counts.get(path, {}), path in heads.guessed
         module = model.get_submodule(path)
         known = known_attention(module)
         # what has numbers for the heads of one rank cannot be tried with those of all

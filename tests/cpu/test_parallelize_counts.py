@@ -1,0 +1,146 @@
+"""tw.parallelize divides the numbers of heads that attentions have as attributes, if a trial shows
+that they are no more than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cpu.test_parallelize import compare, ids_of, model
+from tests.support.calls import refusal, run_either
+from tests.support.worlds import Member, World, Worlds
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import tileweave as tw
+from tileweave.errors import InputError
+
+
+@pytest.fixture
+def world(worlds: Worlds) -> World:
+    return worlds("gloo", 2)
+
+
+class Heads(nn.Module):
+    """An attention whose numbers of heads are attributes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.n_heads, self.head_dim = kind, 4, 4
+        self.n_kv_heads = 2 if kind == "keys" else 4
+        self.wq, self.wo = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.wk, self.wv = (nn.Linear(16, self.n_kv_heads * 4) for _ in range(2))
+        self.cached: list[Any] = []
+
+    def forward(self, hidden_states: torch.Tensor, scale: float, cache: Any = None) -> torch.Tensor:
+        x, heads = hidden_states, (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k, v = (
+            layer(x).view(x.shape[0], -1, n, self.head_dim).transpose(1, 2)
+            for layer, n in zip((self.wq, self.wk, self.wv), heads, strict=True)
+        )
+        k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
+        y = scaled_dot_product_attention(q, k, v, scale=scale)
+        if self.kind == "divisor":
+            y = y / self.n_heads
+        if self.kind == "slopes":
+            y = y * torch.arange(1, self.n_heads + 1)[:, None, None]
+        if self.kind == "draws":
+            y = y + torch.randn(())
+        y = y.transpose(1, 2).flatten(2)
+        return self.wo(y.view(x.shape) if self.kind == "features" else y)
+
+
+def made(kind: str) -> Any:
+    found = model()
+    for layer in found.layers:
+        layer.self_attn = Heads(kind)
+    torch.manual_seed(1)
+    for parameter in found.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def right(me: Member, kind: str, sequence: bool) -> None:
+    part = tw.parallelize(made(kind), sequence_parallel=sequence)
+    attention = part.layers[0].self_attn
+    assert attention.n_heads == 4 // me.world_size
+    assert attention.n_kv_heads == (2 if kind == "keys" else 4) // me.world_size
+    compare(part, made(kind))
+
+
+@pytest.mark.parametrize("kind", ["", "keys"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_attributes_with_heads(world: World, kind: str, sequence: bool) -> None:
+    run_either(world, False, right, kind, sequence)
+
+
+def keys_of_all_ranks(me: Member) -> None:
+    """Two heads of keys on four ranks: each rank has one of both."""
+    part = tw.parallelize(made("keys"))
+    attention = part.layers[0].self_attn
+    assert (attention.n_heads, attention.n_kv_heads) == (1, 1)
+    compare(part, made("keys"))
+
+
+def test_fewer_heads_of_keys_than_ranks(worlds: Worlds) -> None:
+    worlds("gloo", 4).run(keys_of_all_ranks)
+
+
+def refused(me: Member) -> list[str]:
+    found = [refusal(tw.parallelize(made(kind)), ids_of()) for kind in ("divisor", "slopes")]
+    found.append(refusal(tw.parallelize(made("features")), ids_of()))
+    found.append(refusal(tw.parallelize(made("draws")), ids_of()))
+    part, x = tw.parallelize(made("")), torch.ones(2, 6, 16)
+    attention: Any = part.layers[0].self_attn
+    found.append(refusal(attention, x, 0.5, cache=object()))
+    attention(x, 0.5)  # a trial
+    attention(x, 0.5, cache=object())
+    unchecked = made("")
+    found.append(refusal(tw.parallelize, unchecked, check=False))
+    assert unchecked.layers[0].self_attn.n_heads == 4
+    config = made("")
+    for layer in config.layers:
+        layer.self_attn.__class__ = OfClass
+        del layer.self_attn.n_heads
+    found.append(refusal(tw.parallelize, config))
+    return found
+
+
+class OfClass(Heads):
+    n_heads = 4  # of the class: another model may have it
+
+
+GIVEN = "layers.0.self_attn over 2 ranks with n_heads = 2 of 4, n_kv_heads = 2 of 4, "
+NAMED = (
+    GIVEN + "whose forward computes something else from a part",
+    GIVEN + "whose forward computes something else from a part",
+    GIVEN + "whose forward raised RuntimeError: shape",
+    GIVEN + "in a call that cannot be tried; allowed: a first call with tensors",
+    GIVEN + "in a call that cannot be tried; allowed: a first call with tensors",
+    "layers.0.self_attn, whose forward takes n_heads = 4, the heads of all ranks",
+    "layers.0.self_attn, whose forward takes n_heads = 4, the heads of all ranks",
+)
+
+
+def test_attributes_that_are_more_than_heads(world: World) -> None:
+    for errors in run_either(world, False, refused):
+        for error, named in zip(errors, NAMED, strict=True):
+            assert error.startswith("InputError: asked:") and named in error, (named, error)
+            assert "remedy" in error
+
+
+def compiled(me: Member) -> None:
+    """A compiled call makes no trial, so it waits for a call that does."""
+    part = tw.parallelize(made("divisor"))
+    with pytest.raises(Exception, match="cannot be tried"):
+        torch.compile(part, backend="eager", fullgraph=True)(ids_of())
+    with pytest.raises(InputError, match="computes something else"):
+        torch.compile(part, backend="eager")(ids_of())
+    part = tw.parallelize(made(""))
+    part(ids_of())
+    compare(part, made(""), torch.compile(part, backend="eager", fullgraph=True))
+
+
+def test_compiled_attributes_with_heads(world: World) -> None:
+    world.run(compiled, timeout=100)
