@@ -27,7 +27,7 @@ class Heads(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.n_heads, self.head_dim = kind, 4, 4
+        self.kind, self.n_heads, self.head_dim, self.d_model = kind, 4, 4, 16
         self.n_kv_heads = 2 if kind == "keys" else 4
         self.wq, self.wo = nn.Linear(16, 16), nn.Linear(16, 16)
         self.wk, self.wv = (nn.Linear(16, self.n_kv_heads * 4) for _ in range(2))
@@ -47,8 +47,22 @@ class Heads(nn.Module):
             y = y * torch.arange(1, self.n_heads + 1)[:, None, None]
         if self.kind == "draws":
             y = y + torch.randn(())
-        y = y.transpose(1, 2).flatten(2)
-        return self.wo(y.view(x.shape) if self.kind == "features" else y)
+        y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
+        if self.kind == "features":
+            y = y.view(*x.shape[:2], self.d_model)
+        if self.kind == "check":
+            assert x.shape[2] == self.d_model
+        return self.wo(y.view(x.shape) if self.kind == "features of x" else y)
+
+
+class OfOneTensor(Heads):
+    """As ``Heads("features")``, which is tried at once."""
+
+    def __init__(self) -> None:
+        super().__init__("features")
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 0.5) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, scale)
 
 
 def made(kind: str) -> Any:
@@ -67,9 +81,10 @@ def right(me: Member, kind: str, sequence: bool) -> None:
     assert attention.n_heads == 4 // me.world_size
     assert attention.n_kv_heads == (2 if kind == "keys" else 4) // me.world_size
     compare(part, made(kind))
+    assert attention.d_model == (16 // me.world_size if kind == "features" else 16)
 
 
-@pytest.mark.parametrize("kind", ["", "keys"])
+@pytest.mark.parametrize("kind", ["", "keys", "features", "check"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_attributes_with_heads(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)
@@ -89,7 +104,7 @@ def test_fewer_heads_of_keys_than_ranks(worlds: Worlds) -> None:
 
 def refused(me: Member) -> list[str]:
     found = [refusal(tw.parallelize(made(kind)), ids_of()) for kind in ("divisor", "slopes")]
-    found.append(refusal(tw.parallelize(made("features")), ids_of()))
+    found.append(refusal(tw.parallelize(made("features of x")), ids_of()))
     found.append(refusal(tw.parallelize(made("draws")), ids_of()))
     part, x = tw.parallelize(made("")), torch.ones(2, 6, 16)
     attention: Any = part.layers[0].self_attn
@@ -109,6 +124,20 @@ def refused(me: Member) -> list[str]:
 
 class OfClass(Heads):
     n_heads = 4  # of the class: another model may have it
+
+
+def at_once(me: Member) -> None:
+    module = nn.ModuleDict({"attention": OfOneTensor()})
+    reference = OfOneTensor()
+    reference.load_state_dict(module["attention"].state_dict())
+    part: Any = tw.parallelize(module)["attention"]
+    assert (part.n_heads, part.d_model) == (2, 8)
+    x = torch.ones(2, 6, 16)
+    assert torch.allclose(part(x), reference(x), atol=1e-5)
+
+
+def test_a_module_of_one_tensor(world: World) -> None:
+    run_either(world, False, at_once)
 
 
 GIVEN = "layers.0.self_attn over 2 ranks with n_heads = 2 of 4, n_kv_heads = 2 of 4, "

@@ -308,10 +308,10 @@ def test_numbers_of_heads_to_share(
     sizes: dict[str, int], attributes: dict[str, Any], ranks: int, counts: dict[str, Any]
 ) -> None:
     module, block = of_heads(sizes, **attributes), Block("attention", tuple(sizes), "o")
-    assert checks.heads_to_share(module, block, ranks) == counts
-    assert checks.heads_to_share(module, replace(block, shares=False), ranks) == {}
+    assert checks.attributes_to_share(module, block, ranks) == (counts, {})
+    assert checks.attributes_to_share(module, replace(block, shares=False), ranks) == ({}, {})
     inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
-    assert checks.heads_to_share(module_of(attention=module), inner, ranks) == {}
+    assert checks.attributes_to_share(module_of(attention=module), inner, ranks) == ({}, {})
 
 
 def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

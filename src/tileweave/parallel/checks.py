@@ -354,16 +354,28 @@ def _check_heads(
         )
 
 
-def heads_to_share(module: Any, block: Block, size: int) -> Counts:
+def attributes_to_share(module: Any, block: Block, size: int) -> tuple[Counts, Counts]:
     """Attributes of the module of ``block``, which is not a known attention, that its forward takes
-    as the heads of all ranks, and those of one rank. A trial must confirm that they are no more."""
-    own = vars(module)
+    as the heads of all ranks, or as the features of those; with the numbers of all ranks and of
+    one. A trial must confirm that they are no more."""
     names = (*block.columns, block.row)
     if block.within or not block.shares or any("." in name for name in names):
-        return {}
+        return {}, {}
+    heads = {name: value for name, value, _ in _heads_of_all(module, [*block.columns])}
+    of_heads = module.get_submodule(block.columns[0]).out_features
+    used = (
+        {} if known_attention(module) else dict.fromkeys(_names_in(type(module), "forward", set()))
+    )
+    features = {name: of_heads for name in sorted(used) if vars(module).get(name) == of_heads}
+    return _of_one_rank(module, heads, size), _of_one_rank(module, features, size)
+
+
+def _of_one_rank(module: Any, numbers: dict[str, int], size: int) -> Counts:
+    """The numbers of all ranks and of one, of attributes that a module itself has."""
+    own = vars(module)
     return {
         name: (value, max(1, value // size))
-        for name, value, _ in _heads_of_all(module, [*block.columns])
+        for name, value in numbers.items()
         if type(own.get(name)) is int and (value % size == 0 or size % value == 0)
     }
 
@@ -409,16 +421,27 @@ def _heads_in_forward(module: Any) -> Iterator[tuple[str, int]]:
 def _names_in(kind: type, method: str, seen: set[str]) -> set[str]:
     """Names of attributes in ``method`` and in the methods of ``kind`` that it calls."""
     seen.add(method)
-    function: Any = getattr(kind, method, None)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code = getattr(function, "__code__", None)
-    if code is None or getattr(nn.Module, method, None) is function:
-        return set()
-    names = set(_names_of(code))
+    names: set[str] = set()
+    for function in _definitions(kind, method):
+        code = getattr(function, "__code__", None)
+        if code is not None and getattr(nn.Module, method, None) is not function:
+            names |= {*_names_of(code)}
+        if "super" not in names:
+            break
     for name in [name for name in names if name not in seen and hasattr(kind, name)]:
         names |= _names_in(kind, name, seen)
     return names
+
+
+def _definitions(kind: type, method: str) -> Iterator[Any]:
+    """The functions of that name in ``kind`` and its bases, without decorators."""
+    for base in kind.__mro__:
+        function: Any = base.__dict__.get(method)
+        function = getattr(function, "__func__", function)
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        if function is not None:
+            yield function
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -60,11 +60,13 @@ class Heads:
     """shared : how many ranks compute the same heads of a layer, by path; others: one.
     counts : the attributes of modules that are numbers of heads, by path.
     guessed : paths of modules of which a trial must confirm the attributes.
+    features : attributes with the features of all heads, by path, which are tried if need be.
     """
 
     shared: dict[str, int]
     counts: dict[str, Counts]
     guessed: set[str] = field(default_factory=set)
+    features: dict[str, Counts] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,9 +89,10 @@ class Heads:
         }
         return cls({path: n for own in found.values() for path, n in own.items()}, counts)
 
-    def guess(self, path: str, counts: Counts) -> None:
+    def guess(self, path: str, counts: Counts, features: Counts) -> None:
         """Let a module count the heads of one rank by these attributes, too, if a trial confirms
-        it."""
+        it, and the features of those heads, if a trial fails without it."""
+        self.features[path] = features
         if counts:
             self.counts[path] = self.counts.get(path, {}) | counts
             self.guessed.add(path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from pickle import PicklingError
@@ -60,6 +60,8 @@ class Tried:
     size : the number of ranks.
     counts : attributes that are numbers of heads, of all ranks and of one.
     guessed : no call is made before a trial has confirmed the attributes.
+    more : attributes with the features of all heads, which become those of one rank if the trial
+        fails without them.
     done : there is nothing to try any more.
     walks : names of modules on the way to each of its layers.
     """
@@ -71,6 +73,7 @@ class Tried:
     size: int
     counts: Counts = field(default_factory=dict)
     guessed: bool = False
+    more: Counts = field(default_factory=dict)
     done: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
@@ -162,7 +165,7 @@ def try_made_up_input(model: nn.Module, tried: Tried, parts: Mapping[str, Parts]
     x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
     outer = _copied(module, tried, own)
     if outer is not None:
-        tried.done = _judge(module, tried, outer, type(module).forward, (x,), {}, {})
+        tried.done = _confirm(module, tried, outer, type(module).forward, (x,), {}, {})
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -228,6 +231,11 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         tried.done = not guessed
     if guessed and outer is None:
         raise tried.untried(module)
+    confirmed, before = False, tried.counts
+    if outer is not None and not tried.inner:  # before the call, which may need more attributes
+        confirmed = _confirm(module, tried, outer, forward, given[0], given[1], {})
+    for name in tried.counts.keys() - before.keys():
+        setattr(module, name, tried.counts[name][1])
     try:
         if outer is None:
             return forward(module, *args, **kwargs)
@@ -237,7 +245,9 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         if isinstance(error, OF_OTHER_REASONS):
             raise
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
-    tried.done = _judge(module, tried, outer, forward, given[0], given[1], inner) or tried.done
+    if tried.inner:
+        confirmed = _confirm(module, tried, outer, forward, given[0], given[1], inner)
+    tried.done = confirmed or tried.done
     if not tried.done:
         raise tried.untried(module)
     return result
@@ -439,6 +449,30 @@ def _copied(module: nn.Module, tried: Tried, parts: dict[str, Parts]) -> Any:
 def _not_copied(module: nn.Module, tape: _Tape) -> dict[int, Any]:
     """For ``deepcopy``: a forward does not change parameters, and an embedding may be large."""
     return {id(tape): tape, **{id(p): p for p in module.parameters()}}
+
+
+def _confirm(
+    module: nn.Module,
+    tried: Tried,
+    outer: tuple[nn.Module, _Tape],
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    inner: dict[str, list[Any]],
+) -> bool:
+    """As :func:`_judge`; where it raises an error, once again with ``tried.more``, which becomes
+    part of ``tried.counts`` if that is right."""
+    trial = (module, tried, outer, forward, args, kwargs, inner)
+    try:
+        return _judge(*trial)
+    except InputError:
+        before, tried.counts = tried.counts, tried.counts | tried.more
+        if tried.more:
+            with suppress(InputError):
+                if _judge(*trial):
+                    return True
+        tried.counts = before
+        raise
 
 
 def _judge(

@@ -21,6 +21,7 @@ from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.attentions import known_attention
 from tileweave.parallel.checks import (
+    attributes_to_share,
     check_between,
     check_block,
     check_fused,
@@ -29,7 +30,6 @@ from tileweave.parallel.checks import (
     check_own_rows,
     check_styles,
     counts_heads,
-    heads_to_share,
     routed_parts,
 )
 from tileweave.parallel.experts import experts_of, is_described
@@ -96,11 +96,11 @@ def parallelize(
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others; any
     gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. With fewer
-    heads of keys and values than ranks, ranks share a head. Numbers of heads that an attention has
-    as attributes become those of one rank, if a trial shows that they are no more. Stacked experts
-    of transformers are sharded by expert: tokens are sent to them. The state_dict keeps the names
-    and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all ranks
-    must call it.
+    heads of keys and values than ranks, ranks share a head. Attributes of an attention with the
+    number of heads, or of their features, become those of one rank, if a trial shows that they are
+    no more. Stacked experts of transformers are sharded by expert: tokens are sent to them. The
+    state_dict keeps the names and shapes of ``model``. ``save_pretrained`` of transformers writes
+    whole weights; all ranks must call it.
 
     Parameters
     ----------
@@ -180,12 +180,7 @@ def parallelize(
         path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
     }
     styled = {**dict.fromkeys(every, COLUMN), **styles}
-    for block in blocks if check else ():
-        heads.guess(block.path, heads_to_share(model.get_submodule(block.path), block, size))
-    blocks = [
-        check_block(model, b, styled, whole, size, heads.shared, heads.counts.get(b.path, ()))
-        for b in blocks
-    ]
+    blocks = _checked(model, blocks, styled, whole, heads, size, check)
     for layer in fused:
         check_fused(model, layer, styled, whole, size)
     routed = routed_parts(model, styles) if sequence_parallel else ()
@@ -236,6 +231,26 @@ def parallelize(
     save_whole(model)
     watch_model(model, name)
     return model
+
+
+def _checked(
+    model: nn.Module,
+    blocks: list[Block],
+    styled: Styles,
+    whole: set[str],
+    heads: Heads,
+    size: int,
+    check: bool,
+) -> list[Block]:
+    """``blocks``, checked. With ``check`` a trial may confirm what attributes of them are."""
+    found = []
+    for block in blocks:
+        if check:
+            module = model.get_submodule(block.path)
+            heads.guess(block.path, *attributes_to_share(module, block, size))
+        counted = heads.counts.get(block.path, ())
+        found.append(check_block(model, block, styled, whole, size, heads.shared, counted))
+    return found
 
 
 def _take_own_heads(
@@ -368,12 +383,14 @@ def _tried(
         if named is not None:
             check_between(model, tried, named)
         tried.counts, tried.guessed = heads.counts.get(path, {}), path in heads.guessed
+        tried.more = heads.features.get(path, {})
         module = model.get_submodule(path)
         known = known_attention(module)
         # what has numbers for the heads of one rank cannot be tried with those of all
         by_head = known is not None and bool(known.by_head)
         tried.done = by_head or (not tried.counts and counts_heads(module))
         try_made_up_input(model, tried, parts)
+        heads.counts[path] = tried.counts
     return found
 
 
