@@ -126,6 +126,46 @@ class OfClass(Heads):
     n_heads = 4  # of the class: another model may have it
 
 
+class Joined(Heads):
+    """Queries, keys and values of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.wqkv = nn.Linear(16, 48)
+        del self.wq, self.wk, self.wv
+
+    def forward(self, hidden_states: torch.Tensor, scale: float, cache: Any = None) -> torch.Tensor:
+        parts = self.wqkv(hidden_states).chunk(3, -1)
+        shape = (*hidden_states.shape[:2], self.n_heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+        y = scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+def by_style_objects(me: Member, kind: str) -> None:
+    def build() -> Any:
+        found = made("keys" if kind == "keys" else "")
+        for layer in found.layers if kind == "joined" else ():
+            torch.manual_seed(2)
+            layer.self_attn = Joined()
+        return found
+
+    parts = {"parts": {"q": 16, "k": 16, "v": 16}} if kind == "joined" else {}
+    column = tw.parallel.Colwise(**parts)
+    plan = {"layers.*.self_attn.w[qkv]*": column, "layers.*.self_attn.wo": tw.parallel.Rowwise()}
+    part = tw.parallelize(build(), plan=plan)
+    assert part.layers[0].self_attn.n_heads == 2
+    if kind == "joined":  # parameters have other names
+        torch.testing.assert_close(part(ids_of()), build()(ids_of()), atol=1e-4, rtol=1e-4)
+    else:
+        compare(part, build())
+
+
+@pytest.mark.parametrize("kind", ["", "keys", "joined"])
+def test_style_objects(world: World, kind: str) -> None:
+    run_either(world, False, by_style_objects, kind)
+
+
 def at_once(me: Member) -> None:
     module = nn.ModuleDict({"attention": OfOneTensor()})
     reference = OfOneTensor()

@@ -308,8 +308,10 @@ def test_numbers_of_heads_to_share(
     sizes: dict[str, int], attributes: dict[str, Any], ranks: int, counts: dict[str, Any]
 ) -> None:
     module, block = of_heads(sizes, **attributes), Block("attention", tuple(sizes), "o")
+    module.o = nn.Linear(sizes["q"], 16)
     assert checks.attributes_to_share(module, block, ranks) == (counts, {})
-    assert checks.attributes_to_share(module, replace(block, shares=False), ranks) == ({}, {})
+    objects = counts if "head_dim" in attributes else {}
+    assert checks.attributes_to_share(module, replace(block, shares=False), ranks) == (objects, {})
     inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
     assert checks.attributes_to_share(module_of(attention=module), inner, ranks) == ({}, {})
 

@@ -341,8 +341,7 @@ def _check_heads(
             "whole heads on every rank, or ranks that are a multiple of the heads of keys, values",
             "choose fewer ranks, or pass a plan without this attention",
         )
-    for name, value, layer in _heads_of_all(module, columns):
-        features = module.get_submodule(layer).out_features
+    for name, value, layer, features in _heads_of_all(module, columns):
         require(
             name in counted,
             f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "
@@ -359,13 +358,13 @@ def attributes_to_share(module: Any, block: Block, size: int) -> tuple[Counts, C
     as the heads of all ranks, or as the features of those; with the numbers of all ranks and of
     one. A trial must confirm that they are no more."""
     names = (*block.columns, block.row)
-    if block.within or not block.shares or any("." in name for name in names):
+    if block.within or any("." in name for name in names):
         return {}, {}
-    heads = {name: value for name, value, _ in _heads_of_all(module, [*block.columns])}
-    of_heads = module.get_submodule(block.columns[0]).out_features
-    used = (
-        {} if known_attention(module) else dict.fromkeys(_names_in(type(module), "forward", set()))
-    )
+    if not block.shares and head_size(module) is None:  # they may be those of one rank already
+        return {}, {}
+    of_heads = module.get_submodule(block.row).in_features
+    heads = {name: number for name, number, *_ in _heads_of_all(module, [*block.columns], of_heads)}
+    used = set() if known_attention(module) else _names_in(type(module), "forward", set())
     features = {name: of_heads for name in sorted(used) if vars(module).get(name) == of_heads}
     return _of_one_rank(module, heads, size), _of_one_rank(module, features, size)
 
@@ -380,18 +379,24 @@ def _of_one_rank(module: Any, numbers: dict[str, int], size: int) -> Counts:
     }
 
 
-def _heads_of_all(module: Any, columns: list[str]) -> Iterator[tuple[str, int, str]]:
+def _heads_of_all(
+    module: Any, columns: list[str], of_heads: int = 0
+) -> Iterator[tuple[str, int, str, int]]:
     """Attributes with the heads of all ranks that the forward of a module takes, which is not a
-    known attention: the name, the number, and a layer that has so many."""
+    known attention: the name, the number, and a layer that has so many, with its features.
+    ``of_heads``: features of all heads, where layers compute more than one projection."""
     if known_attention(module):
         return
     head = head_size(module)
     for name, value in _heads_in_forward(module):
-        for layer in (c for c in columns if not _of_keys(name) or _of_keys(c.lower())):
-            features = module.get_submodule(layer).out_features
+        layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
+        sizes = {layer: module.get_submodule(layer).out_features for layer in layers}
+        if of_heads and not _of_keys(name):
+            sizes[""] = of_heads
+        for layer, features in sizes.items():
             one = features // value if head is None else head
             if value * one == features:
-                yield name, value, layer
+                yield name, value, layer, features
 
 
 def counts_heads(module: nn.Module) -> bool:
