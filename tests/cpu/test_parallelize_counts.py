@@ -31,12 +31,17 @@ class Heads(nn.Module):
         self.n_kv_heads = 2 if kind == "keys" else 4
         self.wq, self.wo = nn.Linear(16, 16), nn.Linear(16, 16)
         self.wk, self.wv = (nn.Linear(16, self.n_kv_heads * 4) for _ in range(2))
-        self.cached: list[Any] = []
+        if kind == "no head_dim":
+            self.head_features = self.head_dim  # takes part in no count
+            del self.head_dim
+
+    def features(self) -> int:
+        return self.head_features if self.kind == "no head_dim" else self.head_dim
 
     def forward(self, hidden_states: torch.Tensor, scale: float, cache: Any = None) -> torch.Tensor:
         x, heads = hidden_states, (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         q, k, v = (
-            layer(x).view(x.shape[0], -1, n, self.head_dim).transpose(1, 2)
+            layer(x).view(x.shape[0], -1, n, self.features()).transpose(1, 2)
             for layer, n in zip((self.wq, self.wk, self.wv), heads, strict=True)
         )
         k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
@@ -84,7 +89,7 @@ def right(me: Member, kind: str, sequence: bool) -> None:
     assert attention.d_model == (16 // me.world_size if kind == "features" else 16)
 
 
-@pytest.mark.parametrize("kind", ["", "keys", "features", "check"])
+@pytest.mark.parametrize("kind", ["", "keys", "features", "check", "no head_dim"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_attributes_with_heads(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)

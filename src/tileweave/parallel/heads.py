@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import combinations
 from typing import Any
 
 from torch import nn
@@ -60,13 +61,13 @@ class Heads:
     """shared : how many ranks compute the same heads of a layer, by path; others: one.
     counts : the attributes of modules that are numbers of heads, by path.
     guessed : paths of modules of which a trial must confirm the attributes.
-    features : attributes with the features of all heads, by path, which are tried if need be.
+    others : other attributes that a trial may confirm in place of those, by path, by order.
     """
 
     shared: dict[str, int]
     counts: dict[str, Counts]
     guessed: set[str] = field(default_factory=set)
-    features: dict[str, Counts] = field(default_factory=dict)
+    others: dict[str, tuple[Counts, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -91,10 +92,14 @@ class Heads:
 
     def guess(self, path: str, counts: Counts, features: Counts) -> None:
         """Let a module count the heads of one rank by these attributes, too, if a trial confirms
-        it, and the features of those heads, if a trial fails without it."""
-        self.features[path] = features
+        it. Else the trial looks for the ones that it must: any of them, with or without those that
+        are features of all heads."""
+        known = self.counts.get(path, {})
+        chosen = [c for n in range(len(counts), -1, -1) for c in combinations(counts.items(), n)]
+        tries = [known | dict(c) | more for c in chosen for more in ({}, features)]
+        self.others[path] = tuple(each for each in tries if each != known | counts)
         if counts:
-            self.counts[path] = self.counts.get(path, {}) | counts
+            self.counts[path] = known | counts
             self.guessed.add(path)
 
 

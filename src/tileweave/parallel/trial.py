@@ -60,8 +60,7 @@ class Tried:
     size : the number of ranks.
     counts : attributes that are numbers of heads, of all ranks and of one.
     guessed : no call is made before a trial has confirmed the attributes.
-    more : attributes with the features of all heads, which become those of one rank if the trial
-        fails without them.
+    others : what is tried in place of ``counts``, one after the other, if a trial fails.
     done : there is nothing to try any more.
     walks : names of modules on the way to each of its layers.
     """
@@ -73,9 +72,17 @@ class Tried:
     size: int
     counts: Counts = field(default_factory=dict)
     guessed: bool = False
-    more: Counts = field(default_factory=dict)
+    others: tuple[Counts, ...] = ()
     done: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
+
+    @property
+    def attributes(self) -> Counts:
+        """All attributes that may become those of one rank."""
+        found = dict(self.counts)
+        for other in self.others:
+            found |= other
+        return found
 
     def __post_init__(self) -> None:
         self.walks = tuple(tuple(name.split(".")) for name in (*self.columns, *self.rows))
@@ -232,10 +239,11 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     if guessed and outer is None:
         raise tried.untried(module)
     confirmed, before = False, tried.counts
-    if outer is not None and not tried.inner:  # before the call, which may need more attributes
+    every = tried.attributes
+    if outer is not None and not tried.inner:  # before the call, which may need other attributes
         confirmed = _confirm(module, tried, outer, forward, given[0], given[1], {})
-    for name in tried.counts.keys() - before.keys():
-        setattr(module, name, tried.counts[name][1])
+    for name, (of_all, own) in every.items() if tried.counts != before else ():
+        setattr(module, name, own if name in tried.counts else of_all)
     try:
         if outer is None:
             return forward(module, *args, **kwargs)
@@ -460,18 +468,20 @@ def _confirm(
     kwargs: Any,
     inner: dict[str, list[Any]],
 ) -> bool:
-    """As :func:`_judge`; where it raises an error, once again with ``tried.more``, which becomes
-    part of ``tried.counts`` if that is right."""
-    trial = (module, tried, outer, forward, args, kwargs, inner)
+    """As :func:`_judge`; where it raises an error, again with each of ``tried.others``. The one
+    that is right becomes ``tried.counts``."""
+    trial, first = (module, tried, outer, forward, args, kwargs, inner), tried.counts
+    for name, (of_all, _) in tried.attributes.items():
+        setattr(outer[0], name, of_all)
     try:
         return _judge(*trial)
     except InputError:
-        before, tried.counts = tried.counts, tried.counts | tried.more
-        if tried.more:
+        for other in tried.others:
+            tried.counts = other
             with suppress(InputError):
                 if _judge(*trial):
                     return True
-        tried.counts = before
+        tried.counts = first
         raise
 
 
@@ -491,8 +501,8 @@ def _judge(
     def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tape.begin(rank, inner)
         again = copy.deepcopy(copied, _not_copied(copied, tape))
-        for name, (of_all, of_one) in tried.counts.items():
-            setattr(again, name, of_all if rank is None else of_one)
+        for name, (_, of_one) in tried.counts.items() if rank is not None else ():
+            setattr(again, name, of_one)
         y = forward(again, *_cloned(args), **_cloned(kwargs))
         return tape.seen, tensors_of(y)
 

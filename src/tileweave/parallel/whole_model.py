@@ -383,7 +383,7 @@ def _tried(
         if named is not None:
             check_between(model, tried, named)
         tried.counts, tried.guessed = heads.counts.get(path, {}), path in heads.guessed
-        tried.more = heads.features.get(path, {})
+        tried.others = heads.others.get(path, ())
         module = model.get_submodule(path)
         known = known_attention(module)
         # what has numbers for the heads of one rank cannot be tried with those of all
