@@ -172,7 +172,8 @@ def try_made_up_input(model: nn.Module, tried: Tried, parts: Mapping[str, Parts]
     x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
     outer = _copied(module, tried, own)
     if outer is not None:
-        tried.done = _confirm(module, tried, outer, type(module).forward, (x,), {}, {})
+        forward = type(module).forward
+        tried.done = _Trial(module, tried, *outer, forward, (x,), {}, {}).confirm()
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -241,7 +242,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     confirmed, before = False, tried.counts
     every = tried.attributes
     if outer is not None and not tried.inner:  # before the call, which may need other attributes
-        confirmed = _confirm(module, tried, outer, forward, given[0], given[1], {})
+        confirmed = _Trial(module, tried, *outer, forward, given[0], given[1], {}).confirm()
     for name, (of_all, own) in every.items() if tried.counts != before else ():
         setattr(module, name, own if name in tried.counts else of_all)
     try:
@@ -254,7 +255,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
             raise
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
     if tried.inner:
-        confirmed = _confirm(module, tried, outer, forward, given[0], given[1], inner)
+        confirmed = _Trial(module, tried, *outer, forward, given[0], given[1], inner).confirm()
     tried.done = confirmed or tried.done
     if not tried.done:
         raise tried.untried(module)
@@ -422,7 +423,9 @@ class _Replay(nn.Module):
         return _cloned(self.tape.outputs[self.path].pop(0))
 
 
-def _copied(module: nn.Module, tried: Tried, parts: dict[str, Parts]) -> Any:
+def _copied(
+    module: nn.Module, tried: Tried, parts: dict[str, Parts]
+) -> tuple[nn.Module, _Tape] | None:
     """A copy of ``module`` with other modules in place of its sharded layers and of inner ones, and
     the tape of those; None if it cannot be copied."""
     tape = _Tape(tried.size)
@@ -459,86 +462,81 @@ def _not_copied(module: nn.Module, tape: _Tape) -> dict[int, Any]:
     return {id(tape): tape, **{id(p): p for p in module.parameters()}}
 
 
-def _confirm(
-    module: nn.Module,
-    tried: Tried,
-    outer: tuple[nn.Module, _Tape],
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    inner: dict[str, list[Any]],
-) -> bool:
-    """As :func:`_judge`; where it raises an error, again with each of ``tried.others``. The one
-    that is right becomes ``tried.counts``."""
-    trial, first = (module, tried, outer, forward, args, kwargs, inner), tried.counts
-    for name, (of_all, _) in tried.attributes.items():
-        setattr(outer[0], name, of_all)
-    try:
-        return _judge(*trial)
-    except InputError:
-        for other in tried.others:
-            tried.counts = other
-            with suppress(InputError):
-                if _judge(*trial):
-                    return True
-        tried.counts = first
-        raise
+@dataclass
+class _Trial:
+    """A call of ``module``, which is tried on a copy of it with ``tape``."""
 
+    module: nn.Module
+    tried: Tried
+    copied: nn.Module
+    tape: _Tape
+    forward: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    inner: dict[str, list[Any]]  # what modules that are tried themselves return
 
-def _judge(
-    module: nn.Module,
-    tried: Tried,
-    outer: tuple[nn.Module, _Tape],
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    inner: dict[str, list[Any]],
-) -> bool:
-    """Raise :class:`InputError` if a rank's part does not come from that rank's part. Returns
-    whether it could be tried."""
-    copied, tape = outer
-
-    def run(rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        tape.begin(rank, inner)
-        again = copy.deepcopy(copied, _not_copied(copied, tape))
-        for name, (_, of_one) in tried.counts.items() if rank is not None else ():
-            setattr(again, name, of_one)
-        y = forward(again, *_cloned(args), **_cloned(kwargs))
-        return tape.seen, tensors_of(y)
-
-    device = tensors_of((args, kwargs))[0].device
-    cuda = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(cuda):
-        state = torch.random.get_rng_state()
+    def confirm(self) -> bool:
+        """As :meth:`judge`; where it raises an error, again with each of ``tried.others``. The one
+        that is right becomes ``tried.counts``."""
+        tried, first = self.tried, self.tried.counts
+        for name, (of_all, _) in tried.attributes.items():
+            setattr(self.copied, name, of_all)
         try:
-            whole, results = run(None)
-            torch.random.set_rng_state(state)
-            again, _ = run(None)
-            torch.manual_seed(1)
-            other, others = run(None)
-        except UNFIT:  # it asks for what is not here: its real calls tell
-            return False
-        if not whole or not (_alike(whole, again) and _alike(whole, other)):
-            return False
-        last = tried.size - 1
-        for rank in sorted({0, min(1, last), last}):  # others are as the second one
-            torch.random.set_rng_state(state)
+            return self.judge()
+        except InputError:
+            for other in tried.others:
+                tried.counts = other
+                with suppress(InputError):
+                    if self.judge():
+                        return True
+            tried.counts = first
+            raise
+
+    def judge(self) -> bool:
+        """Raise :class:`InputError` if a rank's part does not come from that rank's part. Returns
+        whether it could be tried."""
+        tried, device = self.tried, tensors_of((self.args, self.kwargs))[0].device
+        cuda = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(cuda):
+            state = torch.random.get_rng_state()
             try:
-                own, found = run(rank)
-            except torch.OutOfMemoryError:  # of one rank, maybe
+                whole, results = self._run(None)
+                torch.random.set_rng_state(state)
+                again, _ = self._run(None)
+                torch.manual_seed(1)
+                other, others = self._run(None)
+            except UNFIT:  # it asks for what is not here: its real calls tell
                 return False
-            except UNFIT as error:
-                kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
-                raise tried.refuse(module, f"{kind}{error}") from error
-            parts = [t.chunk(tried.size, -1)[rank] for t in whole]
-            # others are heads of one rank, such as a cache
-            same = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
-            same = same if _alike(results, others) else []
-            if not _alike(parts, own) or not all(_alike([a], [b]) for a, b in same):
-                raise tried.refuse(
-                    module, "computes something else from a part of the heads or features"
-                )
-    return True
+            if not whole or not (_alike(whole, again) and _alike(whole, other)):
+                return False
+            last = tried.size - 1
+            for rank in sorted({0, min(1, last), last}):  # others are as the second one
+                torch.random.set_rng_state(state)
+                try:
+                    own, found = self._run(rank)
+                except torch.OutOfMemoryError:  # of one rank, maybe
+                    return False
+                except UNFIT as error:
+                    kind = "" if isinstance(error, _Unfit) else f"raised {type(error).__name__}: "
+                    raise tried.refuse(self.module, f"{kind}{error}") from error
+                parts = [t.chunk(tried.size, -1)[rank] for t in whole]
+                # others are heads of one rank, such as a cache
+                same = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
+                same = same if _alike(results, others) else []
+                if not _alike(parts, own) or not all(_alike([a], [b]) for a, b in same):
+                    raise tried.refuse(
+                        self.module, "computes something else from a part of the heads or features"
+                    )
+        return True
+
+    def _run(self, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What row-parallel layers get of a rank, or of all, and what the module returns."""
+        self.tape.begin(rank, self.inner)
+        again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
+        for name, (_, own) in self.tried.counts.items() if rank is not None else ():
+            setattr(again, name, own)
+        y = self.forward(again, *_cloned(self.args), **_cloned(self.kwargs))
+        return self.tape.seen, tensors_of(y)
 
 
 def _alike(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
