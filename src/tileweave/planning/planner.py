@@ -2,7 +2,7 @@
 
 The time of a candidate is its closed form (``predict.py``) times a correction: what it was measured
 to take for shapes nearby, relative to the closed form there; times of another device count less
-(:data:`_OTHER_DEVICE`). Of 1,959 shapes of two H100, two and four H200, each left out of
+(:data:`_OTHER_DEVICE`). Of 1,991 shapes of two H100, two and four H200, each left out of
 the measurements in turn, the choice took 1.3 % longer than the fastest candidate in the mean. A
 candidate that was never measured on a machine of this kind is not chosen; those of FP8 operands are
 predicted with caution (:data:`_UNTRIED`). No torch, no triton.
