@@ -15,7 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support import backward, behaviour, gpu_behaviour, parity
-from tests.support.matmul_cases import AG, Case, draw, draw_operands, prepare
+from tests.support.graph_plans import captured_calls
+from tests.support.matmul_cases import AG, RS, Case, draw, draw_operands, prepare
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import Member, World, one_shot
 
@@ -176,6 +177,15 @@ def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
 
 def test_capture_without_warmup(largest: World) -> None:
     largest.run(gpu_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_plan_of_graphs(largest: World, op: str, before: int) -> None:
+    """It runs in the first call, in the capture, and in no other eager call."""
+    case = Case(64, 256, 512, "bfloat16", op=op)
+    for ran in largest.run(captured_calls, case, before, timeout=100):
+        assert ran == ["copy_engine", *["sm"] * (before - 1), "copy_engine", *["sm"] * 6]
 
 
 def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:

@@ -326,6 +326,26 @@ def test_what_is_planned_can_run_and_is_the_fastest_known(p: Problem, op: str) -
         assert all(one.expected_us > 0 for one in found)
 
 
+@pytest.mark.parametrize("op", sorted(PLANNERS))
+def test_calls_in_cuda_graphs_need_no_host(op: str) -> None:
+    """A plan of their own has a candidate whose eager calls wait for the host."""
+    of_their_own = 0
+    for rows, cols, depth in ((221, 2304, 27520), (359, 2016, 25344), (990, 2432, 7168)):
+        p = problem(2, rows, cols, depth)
+        plan = PLANNERS[op](p, H200, False)
+        times = {one.config: one for one in plan.candidates}
+        assert plan.candidates[0].expected_us == min(one.expected_us for one in times.values())
+        fastest = min(one.captured_us for one in times.values())
+        if plan.captured is None:
+            assert plan.config is None or times[plan.config].captured_us == fastest
+            continue
+        of_their_own += 1
+        assert times[plan.captured].captured_us == fastest < times[plan.config].captured_us
+        assert times[plan.captured].host_us > times[plan.config].expected_us
+        assert f"in a CUDA graph {plan.captured}" in str(plan)
+    assert of_their_own == {"all_gather_matmul": 3}.get(op, 0)
+
+
 def test_one_shot_of_our_matmul_is_for_few_rows() -> None:
     for rows in (1, 8, 256, 4096):
         plan = plan_matmul_all_reduce(problem(2, rows, 8192), H200, False)

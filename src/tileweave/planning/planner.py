@@ -96,12 +96,15 @@ class Planner:
         return _closed_form(self.op, p, config, self._sheet)
 
     def predict(self, p: Problem, config: MatmulConfig | None) -> float:
-        """Seconds: measured, or corrected by measurements nearby and longer the less these agree.
-        Rounded, so that ranks with different math libraries agree."""
-        host = host_seconds(config, p.world_size)
+        """Seconds of an eager call, of which the host may be the slower part."""
+        return max(self.predict_captured(p, config), host_seconds(config, p.world_size))
+
+    def predict_captured(self, p: Problem, config: MatmulConfig | None) -> float:
+        """Seconds of a call in a CUDA graph: measured, or corrected by measurements nearby and
+        longer the less these agree. Rounded, so that ranks with different math libraries agree."""
         us = self._here.get(p, {}).get(config)
         if us is not None:
-            return round(max(us * 1e-6, host), 9)
+            return round(us * 1e-6, 9)
         known, caution = config, 1.0
         if p.fp8 and config is not None and config not in self._points:
             known, caution = _in_16_bits(config), _UNTRIED
@@ -109,7 +112,7 @@ class Planner:
                 caution *= _PROMOTED
         mean, variance = self._log_ratio(p, known)
         device = caution * self.closed_form(p, config) * math.exp(mean + _RISK * variance / 2.0)
-        return round(max(device, host), 9)
+        return round(device, 9)
 
     def _log_ratio(self, p: Problem, config: MatmulConfig | None) -> tuple[float, float]:
         """Mean and variance of log(measured / closed form), by the points nearby."""
@@ -150,7 +153,12 @@ class Planner:
         if measured is not None:
             known = [c for c in known if c in times]
         found = [
-            Predicted(config, round(self.predict(p, config) * 1e6, 3), times.get(config))
+            Predicted(
+                config,
+                round(self.predict_captured(p, config) * 1e6, 3),
+                times.get(config),
+                round(host_seconds(config, p.world_size) * 1e6, 3),
+            )
             for config in (None, *known)
         ]
         return tuple(sorted(found, key=lambda one: one.expected_us))

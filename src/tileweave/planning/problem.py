@@ -154,22 +154,31 @@ class Predicted:
     config : None for the unfused path.
     predicted_us : microseconds by the cost model, corrected by measurements nearby.
     measured_us : microseconds, where a tuner measured exactly this problem here.
+    host_us : microseconds of the host that an eager call takes at least.
     """
 
     config: MatmulConfig | None
     predicted_us: float
     measured_us: float | None = None
+    host_us: float = 0.0
+
+    @property
+    def captured_us(self) -> float:
+        """In a CUDA graph: what was measured, otherwise what is predicted."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
 
     @property
     def expected_us(self) -> float:
-        """What was measured, otherwise what is predicted."""
-        return self.predicted_us if self.measured_us is None else self.measured_us
+        """Of an eager call."""
+        return max(self.captured_us, self.host_us)
 
     def __str__(self) -> str:
         name = "unfused" if self.config is None else str(self.config)
         times = f"predicted {self.predicted_us:.1f} us"
         if self.measured_us is not None:
             times += f", measured {self.measured_us:.1f} us"
+        if self.host_us > self.captured_us:
+            times += f"; eager {self.host_us:.1f} us, by the time of the host"
         return f"{name}: {times}"
 
 
@@ -184,6 +193,7 @@ class Plan(Generic[C]):
     checksum : of what ranks must agree on; set once the arguments of the call were checked.
     world_size : number of ranks; set at the same time.
     candidates : all that could have been chosen, fastest first, where times were compared.
+    captured : the config of calls in CUDA graphs, if another one is faster there; None: ``config``.
     """
 
     path: Literal["fused", "unfused", "local"]
@@ -192,12 +202,14 @@ class Plan(Generic[C]):
     checksum: int = field(default=0, compare=False, repr=False)
     world_size: int = field(default=0, compare=False, repr=False)
     candidates: tuple[Predicted, ...] = field(default=(), compare=False, repr=False)
+    captured: C | None = None
 
     @property
     def summary(self) -> str:
         """The choice and its reason in one line."""
         cut = "" if self.config is None else f", {self.config}"
-        return f"{self.path}{cut}: {self.reason}"
+        graph = "" if self.captured is None else f"; in a CUDA graph {self.captured}"
+        return f"{self.path}{cut}: {self.reason}{graph}"
 
     def __str__(self) -> str:
         return "\n  ".join([self.summary, *map(str, self.candidates)])

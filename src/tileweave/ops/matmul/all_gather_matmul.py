@@ -56,6 +56,7 @@ from tileweave.ops.matmul.inputs import (
     check_traced,
     out_as_rows,
     plan_for,
+    plan_now,
     sequence_first,
 )
 from tileweave.ops.matmul.known_calls import call_again, unflatten
@@ -315,6 +316,7 @@ def _run(
         if not return_gathered:
             return y, None
         return y, gathered.clone() if gathered is x else gathered
+    chosen = plan_now(chosen)
     rows = chosen.world_size * x.shape[0]
     gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
     return run_fused(x, w, bias, out, gathered, group_name, chosen), gathered

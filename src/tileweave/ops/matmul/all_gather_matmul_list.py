@@ -43,6 +43,7 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_traced,
     plan_for,
+    plan_now,
 )
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -196,6 +197,7 @@ def _multiply(
     if chosen.config is None:
         log_fallback(OP, chosen)
         return reference.all_gather_matmul(x, w, bias, group_of(group_name))
+    chosen = plan_now(chosen)
     rows, columns = chosen.world_size * x.shape[0], w.shape[0]
     gathered = x.new_empty(rows, x.shape[1]) if keep else None
     if columns == 0:

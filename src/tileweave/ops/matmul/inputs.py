@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -347,12 +347,32 @@ class Accepted(Plan[MatmulConfig]):
 
     workspace : that of their group and device.
     ready : what :func:`ready` keeps.
+    graphed : the plan of captured calls, if it is another one.
     """
 
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
     ready: dict[object, tuple[int, Instance, list[Any]]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    graphed: Accepted | None = field(default=None, compare=False, repr=False)
+
+
+def plan_now(chosen: Plan[MatmulConfig]) -> Plan[MatmulConfig]:
+    """``chosen``, or its plan of captured calls: for a call that is captured, and for the first
+    eager one that ranks agree on, which makes the memory and compiles the kernels of that plan.
+
+    A capture without an earlier call keeps to ``chosen``. Signatures may differ between ranks, so
+    that what is first is told by the checksum, which does not.
+    """
+    if type(chosen) is not Accepted or chosen.graphed is None or chosen.workspace is None:
+        return chosen
+    called = chosen.workspace.graphed
+    if chosen.workspace.transport.capturing():
+        return chosen.graphed if chosen.checksum in called else chosen
+    if chosen.checksum in called:
+        return chosen
+    called[chosen.checksum] = True
+    return chosen.graphed
 
 
 def ready(
@@ -473,14 +493,14 @@ def accept(
     if chosen.config is None:
         log_fallback(op, chosen)
     else:
-        common["plan"] = repr(chosen.config)
+        common["plan"] = repr((chosen.config, chosen.captured))
         checksum = checksum_of(common)
         workspace = workspace_of(group_name, x.device)
         accepted = workspace.accepted
-    chosen = accepted[signature] = Accepted(
-        chosen.path, chosen.reason, chosen.config, checksum, size, workspace=workspace
-    )
-    return chosen
+    make = partial(Accepted, chosen.path, chosen.reason, workspace=workspace)
+    graphed = None if chosen.captured is None else make(chosen.captured, checksum, size)
+    made = accepted[signature] = make(chosen.config, checksum, size, graphed=graphed)
+    return made
 
 
 def _facts(t: torch.Tensor) -> tuple[object, ...]:

@@ -51,6 +51,7 @@ from tileweave.ops.matmul.inputs import (
     check_traced,
     out_as_rows,
     plan_for,
+    plan_now,
     sequence_first,
 )
 from tileweave.ops.matmul.known_calls import call_again, unflatten
@@ -316,7 +317,7 @@ def _run(
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     if x.shape[1] == 0:  # of a rank without columns: its kernel sends zeros
         x, w = x.new_zeros(x.shape[0], 8), w.new_zeros(w.shape[0], 8)
-    run_fused(x, w, bias, y, group_name, chosen)
+    run_fused(x, w, bias, y, group_name, plan_now(chosen))
     return y
 
 

@@ -52,6 +52,7 @@ from tileweave.ops.matmul.inputs import (
     check_shape,
     check_traced,
     plan_for,
+    plan_now,
 )
 from tileweave.ops.matmul.products import Added, Plain
 from tileweave.ops.matmul.quantize import quantize_rows
@@ -267,7 +268,7 @@ def run_gather(made: Planned, group_name: str, out: torch.Tensor | None = None) 
     if chosen.config is None:
         log_fallback(AG, chosen)
         return reference.all_gather_scaled_matmul(parts, product, group_of(group_name), out)
-    return all_gather_matmul_fused.run_scaled(parts, product, out, group_name, chosen)
+    return all_gather_matmul_fused.run_scaled(parts, product, out, group_name, plan_now(chosen))
 
 
 def run_scatter(
@@ -284,7 +285,7 @@ def run_scatter(
     if y is None:
         rows = parts[0].shape[0] // chosen.world_size
         y = parts[0].new_empty(rows, product.cols, dtype=product.dtype)
-    matmul_reduce_scatter_fused.run_scaled(parts, product, bias, y, group_name, chosen)
+    matmul_reduce_scatter_fused.run_scaled(parts, product, bias, y, group_name, plan_now(chosen))
     return y
 
 
