@@ -223,7 +223,7 @@ def _bench_case(
         "cols": n,
         "depth": k,
         "path": str(plan),
-        "plan": short(plan),
+        "plan": short(plan, case.graph),
         "error": errors[0],
         "error_to_unfused": errors[1],
         "right": right,
@@ -282,9 +282,9 @@ def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def short(plan: Plan) -> str:
-    """A plan as a cell of a table."""
-    c = plan.config
+def short(plan: Plan, graph: bool = False) -> str:
+    """A plan as a cell of a table. ``graph``: that of calls in CUDA graphs."""
+    c = plan.captured if graph and plan.captured is not None else plan.config
     if not isinstance(c, MatmulConfig):
         return plan.path
     return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"
