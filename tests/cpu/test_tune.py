@@ -36,7 +36,7 @@ from tileweave.ops.core.tuned_choices import key_of  # noqa: E402
 from tileweave.planning import cache, choices  # noqa: E402
 from tileweave.planning.candidates import TUNABLE, candidates  # noqa: E402
 from tileweave.planning.measurements import Measurement  # noqa: E402
-from tileweave.planning.problem import SCALES, Problem  # noqa: E402
+from tileweave.planning.problem import SCALES, Plan, Problem  # noqa: E402
 from tileweave.planning.schedules.scatter import Exchange  # noqa: E402
 from tileweave.transport.workspace import REGISTRY  # noqa: E402
 from tileweave.tune import measure, run  # noqa: E402
@@ -171,8 +171,10 @@ def test_a_shape_is_measured_with_all_candidates_and_its_plan(
     measured_now = measure.Found(found, {possible[1]: 1.0})
     measuring, add, said = mock.Mock(return_value=measured_now), mock.Mock(), mock.Mock()
     monkeypatch.setattr(run, "measure_case", measuring)
-    monkeypatch.setattr(run, "_plan", lambda *_: SimpleNamespace(config=before))
+    monkeypatch.setattr(run, "_plan", lambda *_: Plan("fused", "", before))
     assert run._candidates(case, member) == (before, tried)
+    monkeypatch.setattr(run, "_plan", lambda *_: Plan("fused", "", before, captured=possible[1]))
+    assert run._candidates(case, member) == (possible[1], tried), "times are those in graphs"
     monkeypatch.setattr(run.tuned_choices, "add", add)
     kept, row = run.tune_case(member, run.Tried(case, before, tried, (large,)), 7, 3, said)
     measuring.assert_called_once_with(member, case, 7, tried, 3, said)

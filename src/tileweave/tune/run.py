@@ -158,8 +158,9 @@ def tune_case(
 def _candidates(case: Case, member: Member) -> tuple[MatmulConfig | None, tuple[MatmulConfig, ...]]:
     """The config that is planned now, and all candidates, with it."""
     problem = problem_of(case, member.world_size)
-    before = _plan(case.op, problem, member).config
-    known = (*candidates(case.op, problem, machine_of(member.device)), before)
+    plan = _plan(case.op, problem, member)
+    before = plan.captured or plan.config  # candidates are timed in CUDA graphs
+    known = (*candidates(case.op, problem, machine_of(member.device)), plan.config, before)
     return before, tuple(dict.fromkeys(config for config in known if config is not None))
 
 
