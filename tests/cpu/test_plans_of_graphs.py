@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.graph_plans import EAGER, GRAPH, eager_calls
+from tests.support.graph_plans import EAGER, GRAPH, eager_calls, warmed
 from tests.support.matmul_cases import AG, RS, Case
 from tests.support.worlds import Worlds
 
@@ -21,6 +21,15 @@ def test_the_first_eager_call_runs_the_plan_of_graphs(worlds: Worlds, op: str, s
     case = Case(8, 24, 32, "float32", op=op)
     for ran in worlds("gloo", size).run(eager_calls, case):
         assert ran == ["copy_engine", "sm", "sm", "sm"]
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_a_warmup_runs_both_plans(worlds: Worlds, op: str) -> None:
+    for ran in worlds("gloo", 2).run(warmed, op, 8):
+        assert ran == ["copy_engine", "sm"]
+    for ran in worlds("gloo", 2).run(warmed, op, [8, 16]):
+        # first without peers, to compile
+        assert ran == ["copy_engine", "sm"] * 4
 
 
 def accepted(workspace: Any, checksum: int) -> Accepted:

@@ -51,6 +51,15 @@ def eager_calls(me: Member, case: Case) -> list[str]:
     return ran
 
 
+def warmed(me: Member, op: str, rows: int | list[int]) -> list[str]:
+    """Which plans a warmup runs."""
+    tw.close()
+    with two_plans(op) as ran:
+        tw.warmup(op, rows, 24, 32, dtype=torch.float32, device=me.device)
+    tw.close()
+    return ran
+
+
 def captured_calls(me: Member, case: Case, calls_before: int) -> list[str]:
     """A capture after so many eager calls, replayed and followed by an eager call."""
     tw.close()

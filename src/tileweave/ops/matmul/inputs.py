@@ -358,11 +358,11 @@ class Accepted(Plan[MatmulConfig]):
 
 
 def plan_now(chosen: Plan[MatmulConfig]) -> Plan[MatmulConfig]:
-    """``chosen``, or its plan of captured calls: for a call that is captured, and for the first
-    eager one that ranks agree on, which makes the memory and compiles the kernels of that plan.
+    """The plan that a call has now: ``chosen``, or its plan of captured calls.
 
-    A capture without an earlier call keeps to ``chosen``. Signatures may differ between ranks, so
-    that what is first is told by the checksum, which does not.
+    That one runs in captures, and in the first eager call, which so makes its memory and compiles
+    its kernels. A capture without an earlier call keeps to ``chosen``. Ranks must agree on which
+    call is the first, so it is told by the checksum: signatures may differ between ranks.
     """
     if type(chosen) is not Accepted or chosen.graphed is None or chosen.workspace is None:
         return chosen
