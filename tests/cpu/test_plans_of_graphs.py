@@ -33,23 +33,25 @@ def test_a_warmup_runs_both_plans(worlds: Worlds, op: str) -> None:
 
 
 def accepted(workspace: Any, checksum: int) -> Accepted:
-    graphed = Accepted("fused", "", GRAPH, checksum, 2, workspace=workspace)
-    return Accepted("fused", "", EAGER, checksum, 2, workspace=workspace, graphed=graphed)
+    captured = Accepted("fused", "", GRAPH, checksum, 2, workspace=workspace)
+    return Accepted("fused", "", EAGER, checksum, 2, workspace=workspace, captured_plan=captured)
 
 
 def test_which_plan_a_call_has() -> None:
     capturing = False
-    workspace = SimpleNamespace(graphed={}, transport=SimpleNamespace(capturing=lambda: capturing))
+    workspace = SimpleNamespace(
+        ready_to_capture={}, transport=SimpleNamespace(capturing=lambda: capturing)
+    )
     one, alike, other = (accepted(workspace, checksum) for checksum in (5, 5, 6))
     capturing = True
     assert plan_now(one) is one, "the plan of graphs has no memory yet"
     capturing = False
-    assert plan_now(one) is one.graphed
+    assert plan_now(one) is one.captured_plan
     assert plan_now(one) is one
     assert plan_now(alike) is alike, "peers had no first call here"
     capturing = True
-    assert plan_now(one) is one.graphed
-    assert plan_now(alike) is alike.graphed
+    assert plan_now(one) is one.captured_plan
+    assert plan_now(alike) is alike.captured_plan
     assert plan_now(other) is other
     plain = Plan("fused", "", EAGER, captured=GRAPH)
     assert plan_now(plain) is plain, "of tests and the tuner"

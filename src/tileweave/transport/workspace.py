@@ -402,7 +402,7 @@ class Workspace:
         # what is known of calls whose arguments were checked, by signature: plans, and more
         self.accepted: dict[object, Any] = BoundedCache()
         # checksums of calls whose plan in a CUDA graph has run, so that a capture finds its memory
-        self.graphed: dict[int, bool] = BoundedCache()
+        self.ready_to_capture: dict[int, bool] = BoundedCache()
         self.rail: Rail | None = None  # of calls over nodes, once there was one
 
     def instance(self, op: str, kind: str) -> Instance:

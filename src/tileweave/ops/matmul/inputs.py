@@ -347,14 +347,14 @@ class Accepted(Plan[MatmulConfig]):
 
     workspace : that of their group and device.
     ready : what :func:`ready` keeps.
-    graphed : the plan of captured calls, if it is another one.
+    captured_plan : the plan of captured calls, if it is another one.
     """
 
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
     ready: dict[object, tuple[int, Instance, list[Any]]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    graphed: Accepted | None = field(default=None, compare=False, repr=False)
+    captured_plan: Accepted | None = field(default=None, compare=False, repr=False)
 
 
 def plan_now(chosen: Plan[MatmulConfig]) -> Plan[MatmulConfig]:
@@ -364,15 +364,15 @@ def plan_now(chosen: Plan[MatmulConfig]) -> Plan[MatmulConfig]:
     its kernels. A capture without an earlier call keeps to ``chosen``. Ranks must agree on which
     call is the first, so it is told by the checksum: signatures may differ between ranks.
     """
-    if type(chosen) is not Accepted or chosen.graphed is None or chosen.workspace is None:
+    if type(chosen) is not Accepted or chosen.captured_plan is None or chosen.workspace is None:
         return chosen
-    called = chosen.workspace.graphed
+    called = chosen.workspace.ready_to_capture
     if chosen.workspace.transport.capturing():
-        return chosen.graphed if chosen.checksum in called else chosen
+        return chosen.captured_plan if chosen.checksum in called else chosen
     if chosen.checksum in called:
         return chosen
     called[chosen.checksum] = True
-    return chosen.graphed
+    return chosen.captured_plan
 
 
 def ready(
@@ -498,8 +498,8 @@ def accept(
         workspace = workspace_of(group_name, x.device)
         accepted = workspace.accepted
     make = partial(Accepted, chosen.path, chosen.reason, workspace=workspace)
-    graphed = None if chosen.captured is None else make(chosen.captured, checksum, size)
-    made = accepted[signature] = make(chosen.config, checksum, size, graphed=graphed)
+    captured = None if chosen.captured is None else make(chosen.captured, checksum, size)
+    made = accepted[signature] = make(chosen.config, checksum, size, captured_plan=captured)
     return made
 
 
