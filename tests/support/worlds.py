@@ -78,6 +78,7 @@ class Member:
 def serve(descriptor: int, rank: int, world_size: int, backend: str, port: int) -> None:
     """Join the world, then do jobs until there are none."""
     pipe = Connection(descriptor)
+    faulthandler.enable()  # a crash leaves stacks in this rank's output
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     device = _device(rank, backend)
     pipe.send(_attempt(lambda: _join(rank, world_size, backend, device, port)))
