@@ -284,7 +284,7 @@ def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def short(plan: Plan, graph: bool = False) -> str:
     """A plan as a cell of a table. ``graph``: that of calls in CUDA graphs."""
-    c = plan.captured if graph and plan.captured is not None else plan.config
+    c = plan.graph_config if graph else plan.config
     if not isinstance(c, MatmulConfig):
         return plan.path
     return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"

@@ -205,6 +205,11 @@ class Plan(Generic[C]):
     captured: C | None = None
 
     @property
+    def graph_config(self) -> C | None:
+        """The config of calls in CUDA graphs."""
+        return self.config if self.captured is None else self.captured
+
+    @property
     def summary(self) -> str:
         """The choice and its reason in one line."""
         cut = "" if self.config is None else f", {self.config}"

@@ -159,7 +159,7 @@ def _candidates(case: Case, member: Member) -> tuple[MatmulConfig | None, tuple[
     """The config that is planned now, and all candidates, with it."""
     problem = problem_of(case, member.world_size)
     plan = _plan(case.op, problem, member)
-    before = plan.captured or plan.config  # candidates are timed in CUDA graphs
+    before = plan.graph_config  # candidates are timed in CUDA graphs
     known = (*candidates(case.op, problem, machine_of(member.device)), plan.config, before)
     return before, tuple(dict.fromkeys(config for config in known if config is not None))
 
