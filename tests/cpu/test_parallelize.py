@@ -304,8 +304,8 @@ def split_refused(me: Member) -> list[str]:
     equal = {**PLAN, "layers.*.self_attn.qkv": "colwise"}
     found = [
         refusal(tw.parallelize, mixed, None, mlp),
-        refusal(tw.parallelize, fused_model()),
-        refusal(tw.parallelize, fused_model(), None, equal),
+        refusal(tw.parallelize, fused_model(), check=False),
+        refusal(tw.parallelize, fused_model(), None, equal, check=False),
         refusal(tw.parallelize, fused_model(), None, {"layers.*.self_attn.qkv": parts}),
         refusal(tw.parallelize, fused_model(), None, {"layers.*.qkv": tw.parallel.Colwise()}),
         refusal(

@@ -57,7 +57,8 @@ class Heads(nn.Module):
             y = y.view(*x.shape[:2], self.d_model)
         if self.kind == "check":
             assert x.shape[2] == self.d_model
-        return self.wo(y.view(x.shape) if self.kind == "features of x" else y)
+        shape = (*x.shape[:2], 16) if self.kind == "features of all" else x.shape
+        return self.wo(y.view(shape) if self.kind.startswith("features of") else y)
 
 
 class OfOneTensor(Heads):
@@ -80,6 +81,9 @@ def made(kind: str) -> Any:
     return found
 
 
+KINDS = ("", "keys", "features", "check", "no head_dim", "features of x")
+
+
 def right(me: Member, kind: str, sequence: bool) -> None:
     part = tw.parallelize(made(kind), sequence_parallel=sequence)
     attention = part.layers[0].self_attn
@@ -89,7 +93,7 @@ def right(me: Member, kind: str, sequence: bool) -> None:
     assert attention.d_model == (16 // me.world_size if kind == "features" else 16)
 
 
-@pytest.mark.parametrize("kind", ["", "keys", "features", "check", "no head_dim"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_attributes_with_heads(world: World, kind: str, sequence: bool) -> None:
     run_either(world, False, right, kind, sequence)
@@ -109,7 +113,7 @@ def test_fewer_heads_of_keys_than_ranks(worlds: Worlds) -> None:
 
 def refused(me: Member) -> list[str]:
     found = [refusal(tw.parallelize(made(kind)), ids_of()) for kind in ("divisor", "slopes")]
-    found.append(refusal(tw.parallelize(made("features of x")), ids_of()))
+    found.append(refusal(tw.parallelize(made("features of all")), ids_of()))
     found.append(refusal(tw.parallelize(made("draws")), ids_of()))
     part, x = tw.parallelize(made("")), torch.ones(2, 6, 16)
     attention: Any = part.layers[0].self_attn

@@ -309,11 +309,53 @@ def test_numbers_of_heads_to_share(
 ) -> None:
     module, block = of_heads(sizes, **attributes), Block("attention", tuple(sizes), "o")
     module.o = nn.Linear(sizes["q"], 16)
-    assert checks.attributes_to_share(module, block, ranks) == (counts, {})
+    assert checks.attributes_to_share(module, block, ranks) == (counts, {}, False)
     objects = counts if "head_dim" in attributes else {}
-    assert checks.attributes_to_share(module, replace(block, shares=False), ranks) == (objects, {})
+    alone = replace(block, shares=False)
+    assert checks.attributes_to_share(module, alone, ranks) == (objects, {}, False)
     inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
-    assert checks.attributes_to_share(module_of(attention=module), inner, ranks) == ({}, {})
+    assert checks.attributes_to_share(module_of(attention=module), inner, ranks) == ({}, {}, False)
+
+
+def test_features_of_the_input_to_share() -> None:
+    """Where all layers take as many features as the heads have, divided by the ranks."""
+    module = module_of(q=nn.Linear(16, 16), k_proj=nn.Linear(16, 8), o=nn.Linear(16, 16))
+    block = Block("attention", ("q", "k_proj"), "o")
+    assert checks.attributes_to_share(module, block, 2)[2]
+    assert not checks.attributes_to_share(module, block, 3)[2]
+    module.k_proj = nn.Linear(8, 8)
+    assert not checks.attributes_to_share(module, block, 2)[2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "row", "copies"),
+    [
+        ({"c_attn": (16, 48), "c_proj": (16, 16)}, (16, 16, 16), "c_proj", 1),
+        ({"wqkv": (16, 32), "wo": (16, 16), "head_dim": 4}, (16, 8, 8), "wo", 1),
+        ({"wqkv": (16, 24), "wo": (16, 16), "head_dim": 4}, (16, 4, 4), "wo", 2),
+        ({"qkv": (16, 32), "proj": (16, 16), "norm": (16, 16)}, None, "", 1),  # which one is it?
+        ({"qkv": (16, 33), "proj": (16, 16)}, None, "", 1),
+        ({"qkv": (16, 16), "proj": (16, 16)}, None, "", 1),
+        ({"qkv": (16, 48), "proj": (16, 8)}, None, "", 1),
+        ({"gate_up": (16, 48), "down": (16, 16)}, None, "", 1),
+    ],
+)
+def test_projections_of_one_layer_are_guessed(
+    layers: dict[str, Any], sizes: tuple[int, ...] | None, row: str, copies: int
+) -> None:
+    attributes = {n: v for n, v in layers.items() if isinstance(v, int)}
+    made = {n: nn.Linear(*v) for n, v in layers.items() if n not in attributes}
+    model, name = module_of(attention=module_of(**made)), next(iter(made))
+    for key, value in attributes.items():
+        setattr(model.attention, key, value)
+    assert isinstance(fused_layer(model, "attention", name, 2), str), "no trial is made"
+    found = fused_layer(model, "attention", name, 2, guess=True)
+    if sizes is None:
+        assert isinstance(found, str)
+        return
+    assert isinstance(found, FusedLayer) and found.guessed and found.row == row
+    assert tuple(found.sizes.values()) == sizes
+    assert found.copies == ({} if copies == 1 else {"k_proj": copies, "v_proj": copies})
 
 
 def test_attentions_that_are_known_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from tileweave.nn.linear import class_path
 
 Sizes = dict[str, int]
 QKV = ("q_proj", "k_proj", "v_proj")
+# Attributes with the features of one head.
+HEAD_SIZES = ("attention_head_size", "head_dim", "head_size", "dim_head", "d_head", "hd")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,12 @@ def known_attention(module: object) -> Attention | None:
     if known is None or not all(hasattr(module, name) for name in known.needs):
         return None
     return known
+
+
+def features_of_head(module: object) -> int | None:
+    """How many features a head of ``module`` has; None if it does not tell."""
+    sizes = (getattr(module, name, None) for name in HEAD_SIZES)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 def takes_equal_parts(module: object, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear, class_path, is_linear
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.attentions import known_attention
+from tileweave.parallel.attentions import HEAD_SIZES, features_of_head, known_attention
 from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     FusedLayer,
@@ -37,6 +37,7 @@ from tileweave.parallel.plans import (
     SUMS,
     UNTOUCHED,
     Block,
+    block_of,
     is_column,
     is_of_experts,
     is_row,
@@ -170,13 +171,13 @@ def check_fused(
     """
     module: Any = model.get_submodule(layer.path)
     # heads are those of its parts, which are checked below
-    block = Block(layer.path, (layer.name,), layer.row, shares=False)
+    block = replace(block_of(layer), shares=False)
     check_block(model, block, styles, whole, size, {})
     paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
     uses = uses_of(model)
     for path in paths:
         _check_own_weight(path, model.get_submodule(path), uses)
-    head = getattr(module, "head_dim", 1)
+    head = features_of_head(module) or 1
     check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, layer.copies, head)
 
 
@@ -341,7 +342,7 @@ def _check_heads(
             "whole heads on every rank, or ranks that are a multiple of the heads of keys, values",
             "choose fewer ranks, or pass a plan without this attention",
         )
-    for name, value, layer, features in _heads_of_all(module, columns):
+    for name, value, layer, features in _heads_of_all(module, _out_features(module, columns)):
         require(
             name in counted,
             f"a plan for {block.path or type(module).__name__}, whose forward takes {name} = "
@@ -353,20 +354,34 @@ def _check_heads(
         )
 
 
-def attributes_to_share(module: Any, block: Block, size: int) -> tuple[Counts, Counts]:
+def attributes_to_share(
+    module: Any, block: Block, size: int, sizes: Mapping[str, int] | None = None
+) -> tuple[Counts, Counts, bool]:
     """Attributes of the module of ``block``, which is not a known attention, that its forward takes
     as the heads of all ranks, or as the features of those; with the numbers of all ranks and of
-    one. A trial must confirm that they are no more."""
+    one. And whether it may take the features of its input for those. A trial must confirm that
+    they are no more.
+
+    ``sizes``: features of each projection, where one layer computes them all.
+    """
     names = (*block.columns, block.row)
     if block.within or any("." in name for name in names):
-        return {}, {}
+        return {}, {}, False
     if not block.shares and head_size(module) is None:  # they may be those of one rank already
-        return {}, {}
+        return {}, {}, False
     of_heads = module.get_submodule(block.row).in_features
-    heads = {name: number for name, number, *_ in _heads_of_all(module, [*block.columns], of_heads)}
+    of_layers = dict(sizes or _out_features(module, block.columns))
+    heads = {name: number for name, number, *_ in _heads_of_all(module, of_layers, of_heads)}
     used = set() if known_attention(module) else _names_in(type(module), "forward", set())
     features = {name: of_heads for name in sorted(used) if vars(module).get(name) == of_heads}
-    return _of_one_rank(module, heads, size), _of_one_rank(module, features, size)
+    inputs = {module.get_submodule(name).in_features for name in block.columns}
+    narrows = block.shares and inputs == {of_heads} and of_heads % size == 0
+    return _of_one_rank(module, heads, size), _of_one_rank(module, features, size), narrows
+
+
+def _out_features(module: nn.Module, layers: Iterable[str]) -> dict[str, int]:
+    found: dict[str, Any] = {name: module.get_submodule(name) for name in layers}
+    return {name: layer.out_features for name, layer in found.items()}
 
 
 def _of_one_rank(module: Any, numbers: dict[str, int], size: int) -> Counts:
@@ -380,17 +395,17 @@ def _of_one_rank(module: Any, numbers: dict[str, int], size: int) -> Counts:
 
 
 def _heads_of_all(
-    module: Any, columns: list[str], of_heads: int = 0
+    module: Any, of_layers: Mapping[str, int], of_heads: int = 0
 ) -> Iterator[tuple[str, int, str, int]]:
     """Attributes with the heads of all ranks that the forward of a module takes, which is not a
     known attention: the name, the number, and a layer that has so many, with its features.
-    ``of_heads``: features of all heads, where layers compute more than one projection."""
+    ``of_layers``: the features of each layer. ``of_heads``: those of all heads, where layers
+    compute more than one projection."""
     if known_attention(module):
         return
     head = head_size(module)
     for name, value in _heads_in_forward(module):
-        layers = [c for c in columns if not _of_keys(name) or _of_keys(c.lower())]
-        sizes = {layer: module.get_submodule(layer).out_features for layer in layers}
+        sizes = {c: n for c, n in of_layers.items() if not _of_keys(name) or _of_keys(c.lower())}
         if of_heads and not _of_keys(name):
             sizes[""] = of_heads
         for layer, features in sizes.items():
@@ -415,7 +430,7 @@ def _heads_in_forward(module: Any) -> Iterator[tuple[str, int]]:
     for name in sorted(_names_in(type(module), "forward", set())):
         words = name.lower()
         counts = "head" in words and not any(w in words for w in ("dim", "size", "mask", "group"))
-        if not (counts or name in ("h", "nh")):
+        if name in HEAD_SIZES or not (counts or name in ("h", "nh")):
             continue
         value = getattr(module, name, None)
         value = getattr(config, name, None) if value is None else value

@@ -20,16 +20,17 @@ from tileweave.errors import InputError, require
 from tileweave.nn.linear import class_path, is_linear, is_turned, name_features
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import checks_types_first, reading
-from tileweave.parallel.attentions import QKV, known_attention
+from tileweave.parallel.attentions import QKV, features_of_head, known_attention
 
 # What a forward with made-up numbers may raise.
 FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 UNFIT = (*FOREIGN, AttributeError, LookupError, ArithmeticError, OSError)
 # Linear layers that compute several projections: an equal split would mix their features.
-FUSED = (
+FUSED_QKV = (
     *("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "to_qkv"),
-    *("fused_qkv", "qkv_linear", "gate_up_proj", "gate_up", "w13"),
+    *("fused_qkv", "qkv_linear"),
 )
+FUSED = (*FUSED_QKV, "gate_up_proj", "gate_up", "w13")
 GATE_UP = ("gate_up_proj", "down_proj")
 _, KEY, VALUE = QKV
 
@@ -233,8 +234,9 @@ class FusedLayer:
     path : of the module that has it.
     name : of the layer in that module.
     row : the name of the linear layer that takes what is computed from it.
-    sizes : output features of each projection, by name.
+    sizes : output features of each projection, by name; none: ranks take equal parts of the layer.
     copies : how many ranks compute the same features of a projection, by name; others: one.
+    guessed : a trial must confirm the sizes.
     """
 
     path: str
@@ -242,11 +244,12 @@ class FusedLayer:
     row: str
     sizes: Mapping[str, int]
     copies: Mapping[str, int] = field(default_factory=dict)
+    guessed: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of its projections, as seen from the module."""
-        return tuple(f"{self.name}.{part}" for part in self.sizes)
+        return tuple(f"{self.name}.{part}" for part in self.sizes) or (self.name,)
 
     def copies_by_path(self) -> dict[str, int]:
         """``copies`` by the path of the projection in the model."""
@@ -254,9 +257,11 @@ class FusedLayer:
         return {f"{dot}{self.name}.{part}": ranks for part, ranks in self.copies.items()}
 
 
-def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer | str:
+def fused_layer(
+    model: nn.Module, path: str, name: str, size: int, guess: bool = False
+) -> FusedLayer | str:
     """The fused layer ``name`` of the module at ``path`` for ``size`` ranks, or why it cannot be
-    split."""
+    split. ``guess``: a trial can confirm what is not known."""
     module: Any = model.get_submodule(path)
     layer = getattr(module, name, None)
     if layer is None or not is_linear(layer):
@@ -273,10 +278,37 @@ def fused_layer(model: nn.Module, path: str, name: str, size: int) -> FusedLayer
     if known is not None and sizes is not None:
         if sum(sizes.values()) != layer.out_features:
             return "its features are not those of its heads"
-        ranks = copies_of(sizes[KEY], getattr(module, "head_dim", None), size)
-        copies: dict[str, int] = dict.fromkeys((KEY, VALUE), ranks) if ranks > 1 else {}
-        return FusedLayer(path, name, known.row, sizes, copies)
+        ranks = copies_of(sizes[KEY], features_of_head(module), size)
+        return FusedLayer(path, name, known.row, sizes, _shared_keys(ranks))
+    guessed = _guessed(module, path, name, size) if guess and known is None else None
+    if guessed is not None:
+        return guessed
     return f"the forward of {type(module).__name__} is not known to take heads of one rank"
+
+
+def _shared_keys(copies: int) -> dict[str, int]:
+    return dict.fromkeys((KEY, VALUE), copies) if copies > 1 else {}
+
+
+def _guessed(module: Any, path: str, name: str, size: int) -> FusedLayer | None:
+    """The layer as queries, keys and values one after the other, of which the queries have as many
+    features as the one other linear layer of ``module`` takes; None if there is no such layer."""
+    layer: Any = getattr(module, name)
+    rows = [
+        other
+        for other, child in module.named_children()
+        if other != name and is_linear(child) and child.out_features == layer.in_features
+    ]
+    if name not in FUSED_QKV or len(rows) != 1:
+        return None
+    queries = getattr(module, rows[0]).in_features
+    keys, rest = divmod(layer.out_features - queries, 2)
+    if rest or keys <= 0:
+        return None
+    copies = _shared_keys(copies_of(keys, features_of_head(module), size))
+    return FusedLayer(
+        path, name, rows[0], dict(zip(QKV, (queries, keys, keys), strict=True)), copies, True
+    )
 
 
 def check_parts(
@@ -381,6 +413,8 @@ class OwnHeads:
 
 def split(model: nn.Module, layer: FusedLayer, size: int) -> None:
     """Put the projections of ``layer`` in its place, and let the module take heads of one rank."""
+    if not layer.sizes:
+        return
     module: Any = model.get_submodule(layer.path)
     setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes))
     known = known_attention(module)

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tileweave.parallel.attentions import known_attention, takes_equal_parts
+from tileweave.parallel.attentions import (
+    features_of_head,
+    known_attention,
+    takes_equal_parts,
+)
 from tileweave.parallel.fused import FusedLayer, copies_of
 from tileweave.parallel.plans import Block
 from tileweave.parallel.styles import Colwise
@@ -27,15 +31,25 @@ GROUPS = ("num_key_value_groups", "n_rep")
 Counts = dict[str, tuple[int, int]]  # numbers of all ranks and of one, by name of the attribute
 
 
+class Form(NamedTuple):
+    """How a module takes the heads of one rank.
+
+    counts : attributes that become numbers of one rank.
+    narrow : the features of its input become as many as one rank has of its heads, too. Only its
+        linear layers take them; the forward reads their number.
+    """
+
+    counts: Counts
+    narrow: bool = False
+
+
 def head_size(module: Any) -> int | None:
     """Features of a head of the linear layers of ``module``, or of all that is next to each other
     there; None if it does not tell."""
     known = known_attention(module)
     if known is not None and known.layer and takes_equal_parts(module, known.layer):
         return known.together(module)
-    head = getattr(module, "head_dim", getattr(module, "head_size", None))
-    head = getattr(module, "attention_head_size", head)
-    return head if isinstance(head, int) and head > 0 else None
+    return features_of_head(module)
 
 
 def shared_keys(
@@ -60,14 +74,14 @@ def shared_keys(
 class Heads:
     """shared : how many ranks compute the same heads of a layer, by path; others: one.
     counts : the attributes of modules that are numbers of heads, by path.
-    guessed : paths of modules of which a trial must confirm the attributes.
-    others : other attributes that a trial may confirm in place of those, by path, by order.
+    guessed : paths of modules of which a trial must confirm the form.
+    others : other forms that a trial may confirm in place of the attributes, by path, by order.
     """
 
     shared: dict[str, int]
     counts: dict[str, Counts]
     guessed: set[str] = field(default_factory=set)
-    others: dict[str, tuple[Counts, ...]] = field(default_factory=dict)
+    others: dict[str, tuple[Form, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,17 +104,22 @@ class Heads:
         }
         return cls({path: n for own in found.values() for path, n in own.items()}, counts)
 
-    def guess(self, path: str, counts: Counts, features: Counts) -> None:
+    def guess(self, path: str, counts: Counts, features: Counts, narrows: bool) -> None:
         """Let a module count the heads of one rank by these attributes, too, if a trial confirms
-        it. Else the trial looks for the ones that it must: any of them, with or without those that
-        are features of all heads."""
+        it. Else the trial looks for the form that it must have: any of them, with or without those
+        that are features of all heads, and, if it ``narrows``, with fewer features of its input."""
         known = self.counts.get(path, {})
         chosen = [c for n in range(len(counts), -1, -1) for c in combinations(counts.items(), n)]
         tries = [known | dict(c) | more for c in chosen for more in ({}, features)]
-        self.others[path] = tuple(each for each in tries if each != known | counts)
+        forms = [Form(each, narrow) for narrow in (False, True)[: 1 + narrows] for each in tries]
+        self.others[path] = tuple(form for form in forms if form != Form(known | counts))
         if counts:
             self.counts[path] = known | counts
             self.guessed.add(path)
+
+    def widen(self, path: str) -> None:
+        """Leave out forms with fewer features of the input: the layers take others themselves."""
+        self.others[path] = tuple(form for form in self.others[path] if not form.narrow)
 
 
 def counts_of(module: Any, copies: int, size: int) -> Counts:

@@ -18,6 +18,7 @@ from tileweave.nn.linear import class_path, is_linear
 from tileweave.parallel.attentions import known_attention, takes_equal_parts
 from tileweave.parallel.fused import (
     FUSED,
+    FUSED_QKV,
     GATE_UP,
     FusedLayer,
     fused_layer,
@@ -124,8 +125,16 @@ class Block:
         return {dot + name: COLUMN for name in self.columns} | {dot + self.row: ROW}
 
 
-def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer]]:
+def block_of(layer: FusedLayer) -> Block:
+    """The module of ``layer``, before that is split."""
+    return Block(layer.path, (layer.name,), layer.row)
+
+
+def recognise(
+    model: nn.Module, size: int, guess: bool = False
+) -> tuple[list[Block], list[FusedLayer]]:
     """The attentions and MLPs of ``model`` whose linear layers have known names; and fused layers.
+    ``guess``: a trial can confirm what is not known of those.
 
     Raises :class:`InputError` for a fused layer that no rule splits, and if there is nothing at
     all.
@@ -139,7 +148,7 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
             if known is not None and takes_equal_parts(module, name):
                 found.append(Block(path, (name,), known.row))
             elif is_linear(layer) or isinstance(layer, nn.Linear) or is_adapter(layer):
-                fused.append(_split_or_refuse(model, path, name, size))
+                fused.append(_split_or_refuse(model, path, name, size, guess))
         if children & set(FUSED):
             continue
         names = children | {
@@ -159,14 +168,16 @@ def recognise(model: nn.Module, size: int) -> tuple[list[Block], list[FusedLayer
         f'plan="auto" for {type(model).__name__}',
         "a model whose linear layers are named "
         + ", ".join(f"{'/'.join(columns)}/{row}" for columns, row in known)
+        + ", one with a layer for q, k and v named "
+        + ", ".join(FUSED_QKV)
         + ", or one with a plan of transformers",
         'pass plan={"pattern": "colwise" or "rowwise", ...}',
     )
     return found, fused
 
 
-def _split_or_refuse(model: nn.Module, path: str, name: str, size: int) -> FusedLayer:
-    layer = fused_layer(model, path, name, size)
+def _split_or_refuse(model: nn.Module, path: str, name: str, size: int, guess: bool) -> FusedLayer:
+    layer = fused_layer(model, path, name, size, guess)
     if isinstance(layer, str):
         refuse_fused(f"{path}.{name}" if path else name, layer)
     assert isinstance(layer, FusedLayer), "refused above"
@@ -174,7 +185,11 @@ def _split_or_refuse(model: nn.Module, path: str, name: str, size: int) -> Fused
 
 
 def split_fused(
-    model: nn.Module, styles: dict[str, Any], size: int, given: dict[str, Any] | None
+    model: nn.Module,
+    styles: dict[str, Any],
+    size: int,
+    given: dict[str, Any] | None,
+    guess: bool = False,
 ) -> list[FusedLayer]:
     """The fused layers among ``styles``, which are taken out of it, and those that stay whole in
     the plan ``given`` of transformers, if it is one.
@@ -189,7 +204,7 @@ def split_fused(
         if name not in FUSED or equal or given is not None:
             continue
         if style == COLUMN:
-            fused.append(_split_or_refuse(model, parent, name, size))
+            fused.append(_split_or_refuse(model, parent, name, size, guess))
             del styles[path]
         elif isinstance(style, Colwise) and style.parts is None:
             refuse_fused(path, "this style has no parts")

@@ -5,12 +5,17 @@ rank. A forward that mixes them (a softmax over features, ``glu``), or that coun
 ranks (a hard-coded number of heads, ALiBi slopes), would be wrong, often without an error. So it is
 tried: random numbers take the place of the layers' outputs, first those of all ranks, then those of
 each rank. The inputs of its row-parallel layers must then be parts of the same tensors.
+
+A forward may take numbers of heads or features from attributes, or from the features of its input.
+Which of them must become those of one rank (a ``Form``) is found by trials, too: the first form
+that is right is taken, and none if no form is.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,9 +33,9 @@ from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
-from tileweave.parallel.fused import FOREIGN, SplitLinear
+from tileweave.parallel.fused import FOREIGN, FUSED, SplitLinear
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
-from tileweave.parallel.heads import Counts
+from tileweave.parallel.heads import Counts, Form
 from tileweave.parallel.hooks import (
     BACKWARD,
     FORWARD,
@@ -39,7 +44,7 @@ from tileweave.parallel.hooks import (
     leaves_of,
     tensors_of,
 )
-from tileweave.parallel.shared_input import SharedColumn
+from tileweave.parallel.shared_input import SharedColumn, input_of, with_input
 
 UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -58,9 +63,9 @@ class Tried:
     columns, rows : paths of its sharded layers, from the module.
     inner : paths of modules in it that are tried themselves, from the module.
     size : the number of ranks.
-    counts : attributes that are numbers of heads, of all ranks and of one.
-    guessed : no call is made before a trial has confirmed the attributes.
-    others : what is tried in place of ``counts``, one after the other, if a trial fails.
+    form : how it takes the heads of one rank.
+    guessed : no call is made before a trial has confirmed the form.
+    others : what is tried in place of ``form``, one after the other, if a trial fails.
     done : there is nothing to try any more.
     walks : names of modules on the way to each of its layers.
     """
@@ -70,18 +75,18 @@ class Tried:
     rows: tuple[str, ...]
     inner: tuple[str, ...]
     size: int
-    counts: Counts = field(default_factory=dict)
+    form: Form = field(default_factory=lambda: Form({}))
     guessed: bool = False
-    others: tuple[Counts, ...] = ()
+    others: tuple[Form, ...] = ()
     done: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
     @property
     def attributes(self) -> Counts:
         """All attributes that may become those of one rank."""
-        found = dict(self.counts)
+        found = dict(self.form.counts)
         for other in self.others:
-            found |= other
+            found |= other.counts
         return found
 
     def __post_init__(self) -> None:
@@ -90,27 +95,31 @@ class Tried:
     def refuse(self, module: nn.Module, reason: str) -> InputError:
         """The error of this module."""
         ends, begins = " and ".join(self.rows) or "comes next", ", ".join(self.columns)
+        several = [name for name in self.columns if name.rpartition(".")[2] in FUSED]
+        parts = "give the features of each projection of {} (tw.parallel.Colwise(parts=...)), "
         return InputError(
             f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
             f"whose forward {reason}; allowed: a forward that computes what {ends} of a rank takes "
             f"from that rank's part of {begins}: whole heads, or features one by one; remedy: take "
             "the numbers of heads and features from shapes, give it those of one rank (and pass "
-            "check=False), or pass a plan without it"
+            f"check=False), {parts.format(several[0]) if several else ''}or pass a plan without it"
         )
 
-    def untried(self, module: nn.Module) -> InputError:
-        """The error of a call that cannot be tried, of a module whose attributes are guessed."""
+    def untried(self, module: nn.Module, why: str = "") -> InputError:
+        """The error of a call that cannot be tried, of a module whose form is guessed."""
         return InputError(
             f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
-            "in a call that cannot be tried; allowed: a first call with tensors and numbers only; "
-            "remedy: call the model once without a cache (use_cache=False), before torch.compile "
-            "and CUDA graphs; or set these attributes before tileweave.parallelize"
+            f"in a call that cannot be tried{why and f' ({why})'}; allowed: a first call with "
+            "tensors and numbers only; remedy: call the model once without a cache "
+            "(use_cache=False), before torch.compile and CUDA graphs; or set its attributes before "
+            "tileweave.parallelize"
         )
 
     def _given(self) -> str:
-        if not self.guessed:
+        if not (self.guessed and self.form.counts):
             return ""
-        return " with " + ", ".join(f"{n} = {own} of {of}" for n, (of, own) in self.counts.items())
+        counts = self.form.counts.items()
+        return " with " + ", ".join(f"{n} = {own} of {of}" for n, (of, own) in counts)
 
 
 # --- Which modules ---
@@ -216,9 +225,14 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
 
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self._tried.guessed and not self._tried.done:
+        if self._tried.form.narrow:  # here, since compiled calls go past _call
+            args, kwargs = _narrowed(self, self._tried, args, kwargs)
+        if not self._tried.guessed or self._tried.done:
+            return inner(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
             raise self._tried.untried(self)  # without fullgraph this call is made without a graph
-        return inner(self, *args, **kwargs)
+        compiles = "torch._dynamo" in sys.modules  # an import of it takes a second
+        return (torch.compiler.disable(inner) if compiles else inner)(self, *args, **kwargs)
 
     return forward
 
@@ -239,12 +253,17 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         tried.done = not guessed
     if guessed and outer is None:
         raise tried.untried(module)
-    confirmed, before = False, tried.counts
+    confirmed, before = False, tried.form
     every = tried.attributes
     if outer is not None and not tried.inner:  # before the call, which may need other attributes
-        confirmed = _Trial(module, tried, *outer, forward, given[0], given[1], {}).confirm()
-    for name, (of_all, own) in every.items() if tried.counts != before else ():
-        setattr(module, name, own if name in tried.counts else of_all)
+        trial = _Trial(module, tried, *outer, forward, given[0], given[1], {})
+        confirmed = trial.confirm()
+        if guessed and not confirmed:
+            raise tried.untried(module, trial.why)
+    for name, (of_all, own) in every.items() if tried.form != before else ():
+        setattr(module, name, own if name in tried.form.counts else of_all)
+    if tried.form.narrow and not before.narrow:
+        args, kwargs = _narrowed(module, tried, args, kwargs)
     try:
         if outer is None:
             return forward(module, *args, **kwargs)
@@ -260,6 +279,17 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     if not tried.done:
         raise tried.untried(module)
     return result
+
+
+def _narrowed(module: nn.Module, tried: Tried, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``module``, whose input has fewer features; its linear layers keep what they
+    take."""
+    key, x = input_of(tried.path, args, kwargs)
+    few = x.narrow(-1, 0, x.shape[-1] // tried.size)
+    for part in module.modules():
+        if isinstance(part, SharedColumn) and part.given is not None and part.given[0] is x:
+            part.given = few, part.given[1]
+    return with_input(key, few, args, kwargs)
 
 
 def _is_unchanged(module: nn.Module, tried: Tried) -> bool:
@@ -341,16 +371,18 @@ def _outputs_of(module: nn.Module, paths: tuple[str, ...]) -> Iterator[dict[str,
 
 @dataclass
 class _Tape:
-    """What the layers of one run share. rank: the rank whose part they give; None: all ranks."""
+    """What the layers of one run share. rank: the rank whose part they give; None: all ranks.
+    narrow: the input of the module has as many features as that part."""
 
     size: int
     rank: int | None = None
+    narrow: bool = False
     calls: int = 0
     seen: list[torch.Tensor] = field(default_factory=list)  # what row-parallel layers got
     outputs: dict[str, list[Any]] = field(default_factory=dict)
 
-    def begin(self, rank: int | None, outputs: dict[str, list[Any]]) -> None:
-        self.rank, self.calls, self.seen = rank, 0, []
+    def begin(self, rank: int | None, narrow: bool, outputs: dict[str, list[Any]]) -> None:
+        self.rank, self.narrow, self.calls, self.seen = rank, narrow, 0, []
         self.outputs = {path: list(results) for path, results in outputs.items()}
 
     def numbers(self, x: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -395,7 +427,7 @@ class _Stand(nn.Module):
             if self.moves:
                 shape[self.dim] //= size
             return self.tape.numbers(x, shape)
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1] != self.in_features // (size if self.tape.narrow else 1):
             raise _Unfit(f"passed {x.shape[-1]} features to a column-parallel layer")
         if self.moves:
             shape[self.dim] *= size
@@ -474,22 +506,23 @@ class _Trial:
     args: Any
     kwargs: Any
     inner: dict[str, list[Any]]  # what modules that are tried themselves return
+    why: str = ""  # the error of a run of all ranks
 
     def confirm(self) -> bool:
         """As :meth:`judge`; where it raises an error, again with each of ``tried.others``. The one
-        that is right becomes ``tried.counts``."""
-        tried, first = self.tried, self.tried.counts
+        that is right becomes ``tried.form``."""
+        tried, first = self.tried, self.tried.form
         for name, (of_all, _) in tried.attributes.items():
             setattr(self.copied, name, of_all)
         try:
             return self.judge()
         except InputError:
             for other in tried.others:
-                tried.counts = other
+                tried.form = other
                 with suppress(InputError):
                     if self.judge():
                         return True
-            tried.counts = first
+            tried.form = first
             raise
 
     def judge(self) -> bool:
@@ -505,7 +538,8 @@ class _Trial:
                 again, _ = self._run(None)
                 torch.manual_seed(1)
                 other, others = self._run(None)
-            except UNFIT:  # it asks for what is not here: its real calls tell
+            except UNFIT as error:  # it asks for what is not here: its real calls tell
+                self.why = f"{type(error).__name__}: {error}"
                 return False
             if not whole or not (_alike(whole, again) and _alike(whole, other)):
                 return False
@@ -521,9 +555,12 @@ class _Trial:
                     raise tried.refuse(self.module, f"{kind}{error}") from error
                 parts = [t.chunk(tried.size, -1)[rank] for t in whole]
                 # others are heads of one rank, such as a cache
-                same = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
-                same = same if _alike(results, others) else []
-                if not _alike(parts, own) or not all(_alike([a], [b]) for a, b in same):
+                narrow = tried.form.narrow  # a result may be of that input then
+                equal = [(a, b) for a, b in zip(results, found, strict=False) if a.shape == b.shape]
+                other_shapes = narrow and len(equal) != max(len(results), len(found))
+                same = equal if _alike(results, others) else []
+                alike = _alike(parts, own) and all(_alike([a], [b]) for a, b in same)
+                if other_shapes or not alike:
                     raise tried.refuse(
                         self.module, "computes something else from a part of the heads or features"
                     )
@@ -531,11 +568,17 @@ class _Trial:
 
     def _run(self, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What row-parallel layers get of a rank, or of all, and what the module returns."""
-        self.tape.begin(rank, self.inner)
+        counts, narrow = self.tried.form if rank is not None else Form({})
+        self.tape.begin(rank, narrow, self.inner)
         again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
-        for name, (_, own) in self.tried.counts.items() if rank is not None else ():
+        for name, (_, own) in counts.items():
             setattr(again, name, own)
-        y = self.forward(again, *_cloned(self.args), **_cloned(self.kwargs))
+        args, kwargs = _cloned(self.args), _cloned(self.kwargs)
+        if narrow:
+            key, x = input_of(self.tried.path, args, kwargs)
+            few = x.narrow(-1, 0, x.shape[-1] // self.tape.size)
+            args, kwargs = with_input(key, few, args, kwargs)
+        y = self.forward(again, *args, **kwargs)
         return self.tape.seen, tensors_of(y)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear, name_features
 from tileweave.nn.replicated import make_replicated, plain_in_parents
 from tileweave.nn.shards import mesh_of
@@ -34,7 +36,7 @@ from tileweave.parallel.checks import (
 )
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
-from tileweave.parallel.heads import Heads, take_own_heads
+from tileweave.parallel.heads import Form, Heads, take_own_heads
 from tileweave.parallel.own_rows import AllRows, shard_rows
 from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
@@ -50,6 +52,7 @@ from tileweave.parallel.plans import (
     UNTOUCHED,
     WHOLE,
     Block,
+    block_of,
     blocks_of,
     is_column,
     is_row,
@@ -94,13 +97,14 @@ def parallelize(
     Layers that take the input of one attention or MLP (q, k, v; gate, up) share one gather, or one
     sum of gradients. A layer that computes several projections, such as ``qkv_proj`` or
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
-    features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others; any
-    gated MLP that passes a trial); others are refused, or take ``Colwise(parts=...)``. With fewer
-    heads of keys and values than ranks, ranks share a head. Attributes of an attention with the
-    number of heads, or of their features, become those of one rank, if a trial shows that they are
-    no more. Stacked experts of transformers are sharded by expert: tokens are sent to them. The
-    state_dict keeps the names and shapes of ``model``. ``save_pretrained`` of transformers writes
-    whole weights; all ranks must call it.
+    features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others), or where
+    a trial shows it, as for the attentions of nanoGPT, timm and gpt-fast; others are refused, or
+    take ``Colwise(parts=...)``. With fewer heads of keys and values than ranks, ranks share a head.
+    Attributes of an attention with the number of heads, or of their features, become those of one
+    rank, if a trial shows that they are no more; so does the number of features of its input, which
+    a forward may take for those of all heads. Stacked experts of transformers are sharded by
+    expert: tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
+    ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
 
     Parameters
     ----------
@@ -171,18 +175,14 @@ def parallelize(
     check_no_wrapper(model)
     for module in model.modules():
         name_features(module)
-    styles, blocks, fused, whole = _styles(model, plan, size)
+    styles, blocks, fused, whole = _styles(model, plan, size, check)
     styles, blocks, lora = take_base_layers(model, styles, blocks)
     at = sequence_dim if sequence_parallel else None
     heads = Heads.of(model, blocks, fused, styles, size)
     check_styles(model, styles, size, heads.shared)
-    every = styles.keys() | {
-        path for f in fused for path in Block(f.path, (f.name,), f.row).paths()
-    }
+    every = styles.keys() | {path for layer in fused for path in block_of(layer).paths()}
     styled = {**dict.fromkeys(every, COLUMN), **styles}
-    blocks = _checked(model, blocks, styled, whole, heads, size, check)
-    for layer in fused:
-        check_fused(model, layer, styled, whole, size)
+    blocks = _checked(model, blocks, fused, styled, whole, heads, size, check)
     routed = routed_parts(model, styles) if sequence_parallel else ()
     outer = _outer_lists(model, [*styled]) if sequence_parallel else []
     all_rows: list[str] = []  # modules that take the rows of all ranks
@@ -236,13 +236,15 @@ def parallelize(
 def _checked(
     model: nn.Module,
     blocks: list[Block],
+    fused: list[FusedLayer],
     styled: Styles,
     whole: set[str],
     heads: Heads,
     size: int,
     check: bool,
 ) -> list[Block]:
-    """``blocks``, checked. With ``check`` a trial may confirm what attributes of them are."""
+    """``blocks``, checked, as are ``fused``. With ``check`` a trial may confirm what attributes of
+    them are."""
     found = []
     for block in blocks:
         if check:
@@ -250,6 +252,15 @@ def _checked(
             heads.guess(block.path, *attributes_to_share(module, block, size))
         counted = heads.counts.get(block.path, ())
         found.append(check_block(model, block, styled, whole, size, heads.shared, counted))
+        if check and not found[-1].shares:
+            heads.widen(block.path)
+    for layer in fused:
+        check_fused(model, layer, styled, whole, size)
+        if layer.guessed:
+            module = model.get_submodule(layer.path)
+            share = attributes_to_share(module, block_of(layer), size, layer.sizes)
+            heads.guess(layer.path, *share)
+            heads.guessed.add(layer.path)
     return found
 
 
@@ -297,18 +308,18 @@ def _one_dimension(mesh: Group | None) -> Group | None:
 
 
 def _styles(
-    model: nn.Module, plan: str | Styles, size: int
+    model: nn.Module, plan: str | Styles, size: int, guess: bool
 ) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
     """The style of each module by path, the modules whose layers share their input, the layers that
     are to be split before, and paths that transformers leaves whole."""
     if isinstance(plan, dict):
         styles = matched(model, plan)
-        fused = split_fused(model, styles, size, None)
+        fused = split_fused(model, styles, size, None, guess)
         return styles, blocks_of(styles), fused, set()
     require(plan == "auto", f"plan={plan!r}", '"auto" or a dict', "pass one of them")
     given = of_transformers(model)
     if given is None or not {COLUMN, ROW} & {*given.values()}:  # some plans have the head only
-        return _recognised(model, size)
+        return _recognised(model, size, guess)
     styles: Styles = dict.fromkeys(experts_of(model, size), EXPERTS)
     given = _without_experts(model, given)
     known = (COLUMN, ROW, LATENT, *SUMS, *WHOLE)
@@ -324,7 +335,7 @@ def _styles(
     whole = matched(model, {p: s for p, s in given.items() if s in WHOLE}, strict=False)
     fused = split_fused(model, styles, size, given)
     if not styles and not fused:
-        return _recognised(model, size)
+        return _recognised(model, size, guess)
     return styles, blocks_of(styles), fused, {*whole}
 
 
@@ -348,9 +359,9 @@ def _without_experts(model: nn.Module, given: dict[str, str]) -> dict[str, str]:
 
 
 def _recognised(
-    model: nn.Module, size: int
+    model: nn.Module, size: int, guess: bool
 ) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
-    blocks, fused = recognise(model, size)
+    blocks, fused = recognise(model, size, guess)
     styles: Styles = {path: kind for b in blocks for path, kind in b.paths().items()}
     styles.update(dict.fromkeys(experts_of(model, size), EXPERTS))
     return styles, blocks, fused, set()
@@ -366,13 +377,14 @@ def _tried(
 ) -> dict[str, Tried]:
     """The modules around sharded layers by path. Those that take one tensor are tried.
 
-    ``named``: paths that the plan of a user names.
+    ``named``: paths that the plan of a user names. ``fused``: those that a trial shows to have
+    other parts are replaced.
     """
     columns = [path for path, style in styles.items() if is_column(style)]
     rows = [path for path, style in styles.items() if is_row(style)]
     parts = {path: _parts(model, path, style, heads) for path, style in styles.items()}
     for layer in fused:
-        name, row = Block(layer.path, (layer.name,), layer.row).paths()
+        name, row = block_of(layer).paths()
         columns.append(name)
         rows.append(row)
         parts[name] = tuple((n, layer.copies.get(part, 1)) for part, n in layer.sizes.items())
@@ -382,15 +394,29 @@ def _tried(
     for path, tried in found.items():
         if named is not None:
             check_between(model, tried, named)
-        tried.counts, tried.guessed = heads.counts.get(path, {}), path in heads.guessed
+        tried.form, tried.guessed = Form(heads.counts.get(path, {})), path in heads.guessed
         tried.others = heads.others.get(path, ())
         module = model.get_submodule(path)
         known = known_attention(module)
         # what has numbers for the heads of one rank cannot be tried with those of all
         by_head = known is not None and bool(known.by_head)
-        tried.done = by_head or (not tried.counts and counts_heads(module))
-        try_made_up_input(model, tried, parts)
-        heads.counts[path] = tried.counts
+        tried.done = by_head or (
+            not tried.guessed and not tried.form.counts and counts_heads(module)
+        )
+        guessed = next((layer for layer in fused if layer.path == path and layer.guessed), None)
+        try:
+            try_made_up_input(model, tried, parts)
+        except InputError:
+            if guessed is None:
+                raise
+            # what belongs to one head may be adjacent
+            adjacent = {**parts, next(iter(block_of(guessed).paths())): ()}
+            with suppress(InputError):
+                try_made_up_input(model, tried, adjacent)
+            if not tried.done:
+                raise
+            fused[fused.index(guessed)] = replace(guessed, sizes={}, copies={})
+        heads.counts[path] = tried.form.counts
     return found
 
 
