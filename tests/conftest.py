@@ -3,6 +3,7 @@ of the session."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -40,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # no test plans by what the user has tuned
     os.environ["TILEWEAVE_CACHE"] = tempfile.mkdtemp(prefix="tileweave-tests-")
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("tileweave", deadline=None)  # other processes take CPU time
+        settings.load_profile("tileweave")
     if ranks := config.getoption("--one-gpu"):
         os.environ[ON_ONE_GPU] = str(ranks)
 

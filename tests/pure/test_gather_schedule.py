@@ -27,7 +27,7 @@ from tileweave.planning.schedules.gather import (
 )
 
 WORLD_SIZES = range(2, 9)
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = settings(max_examples=200, derandomize=True)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from tests.support.device_int32 import Int32
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = settings(max_examples=200, derandomize=True)
 
 
 @st.composite

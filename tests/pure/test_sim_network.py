@@ -74,7 +74,7 @@ def test_bandwidth_is_max_min_fair() -> None:
         max_size=8,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_link_is_overfull_and_every_flow_has_a_full_link(
     drawn: list[tuple[float, set[str]]],
 ) -> None:
