@@ -14,7 +14,7 @@ from tests.support.calls import refusal
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, Worlds
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
@@ -248,6 +248,54 @@ def test_one_layer_with_fused_kernels(worlds: Worlds, sequence: bool) -> None:
 
 def one_head() -> Nano:
     return Nano(1)
+
+
+class Gated(nn.Module):
+    """An MLP whose first layer has a gate and a projection: halves, or alternating features."""
+
+    def __init__(self, first: str, last: str, halves: bool) -> None:
+        super().__init__()
+        self.names, self.halves = (first, last), halves
+        self.add_module(first, nn.Linear(WIDTH, 48))
+        self.add_module(last, nn.Linear(24, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = (getattr(self, name) for name in self.names)
+        y = first(x)
+        gate, up = y.chunk(2, -1) if self.halves else (y[..., ::2], y[..., 1::2])
+        return last(silu(gate) * up)
+
+
+def with_gates(me: Member, first: str, last: str, halves: bool, sequence: bool) -> None:
+    def build() -> Any:
+        made = model(Nano)
+        torch.manual_seed(2)
+        for block in made.h:
+            block.mlp = Gated(first, last, halves)
+        return made
+
+    plan = {f"h.*.{first}": "colwise", f"h.*.{last}": "rowwise"}
+    plan |= {"h.*.c_attn": "colwise", "h.*.c_proj": "rowwise"}
+    for each in ("auto", plan):
+        part = tw.parallelize(build(), plan=each, sequence_parallel=sequence)
+        layer = getattr(part.h[0].mlp, last)
+        assert layer.weight.to_local().shape == (WIDTH, 12)
+        compare(part, build(), tokens(2))
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("first", "last", "halves"),
+    [
+        ("fc1", "fc2", True),
+        ("fc1", "fc2", False),
+        ("w12", "w3", True),
+        ("w13", "w2", True),
+        ("gate_up", "down", True),
+    ],
+)
+def test_gated_mlps(worlds: Worlds, first: str, last: str, halves: bool, sequence: bool) -> None:
+    run_either(worlds("gloo", 2), False, with_gates, first, last, halves, sequence)
 
 
 REFUSED = (Residual, Returned, Scaled, Mixed, one_head)

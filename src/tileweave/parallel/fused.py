@@ -30,8 +30,9 @@ FUSED_QKV = (
     *("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "to_qkv"),
     *("fused_qkv", "qkv_linear"),
 )
-FUSED = (*FUSED_QKV, "gate_up_proj", "gate_up", "w13")
-GATE_UP = ("gate_up_proj", "down_proj")
+FUSED_GATE = ("gate_up_proj", "gate_up", "w13")
+FUSED = (*FUSED_QKV, *FUSED_GATE)
+GATE_UP = ("gate_proj", "up_proj")
 _, KEY, VALUE = QKV
 
 
@@ -266,13 +267,13 @@ def fused_layer(
     layer = getattr(module, name, None)
     if layer is None or not is_linear(layer):
         return f"it is a {class_path(layer)}"
-    if name == GATE_UP[0] and type(getattr(module, GATE_UP[1], None)) is nn.Linear:
-        half = layer.out_features // 2
-        if layer.out_features % 2 or half != module.down_proj.in_features:
+    if name in FUSED_GATE:
+        row = _row_after(module, name)
+        if row is None or layer.out_features != 2 * getattr(module, row).in_features:
             return "its features are not those of a gate and of an equal projection"
-        if not splits_by_feature(module, *GATE_UP, size):
-            return f"{type(module).__name__} does not treat features one by one"
-        return FusedLayer(path, *GATE_UP, {"gate_proj": half, "up_proj": half})
+        return gated_layer(model, path, name, row, size) or (
+            f"{type(module).__name__} does not treat features one by one"
+        )
     known = known_attention(module)
     sizes = known.sizes(module) if known is not None and known.layer == name else None
     if known is not None and sizes is not None:
@@ -290,25 +291,45 @@ def _shared_keys(copies: int) -> dict[str, int]:
     return dict.fromkeys((KEY, VALUE), copies) if copies > 1 else {}
 
 
-def _guessed(module: Any, path: str, name: str, size: int) -> FusedLayer | None:
-    """The layer as queries, keys and values one after the other, of which the queries have as many
-    features as the one other linear layer of ``module`` takes; None if there is no such layer."""
+def _row_after(module: nn.Module, name: str) -> str | None:
+    """The one other linear layer of ``module``, which returns as many features as the layer
+    ``name`` takes; None if there is no such layer, or more."""
     layer: Any = getattr(module, name)
     rows = [
         other
         for other, child in module.named_children()
         if other != name and is_linear(child) and child.out_features == layer.in_features
     ]
-    if name not in FUSED_QKV or len(rows) != 1:
+    return rows[0] if len(rows) == 1 else None
+
+
+def _guessed(module: Any, path: str, name: str, size: int) -> FusedLayer | None:
+    """The layer as queries, keys and values one after the other, of which the queries have as many
+    features as the one other linear layer of ``module`` takes; None if there is no such layer."""
+    row = _row_after(module, name)
+    if name not in FUSED_QKV or row is None:
         return None
-    queries = getattr(module, rows[0]).in_features
-    keys, rest = divmod(layer.out_features - queries, 2)
+    queries = getattr(module, row).in_features
+    keys, rest = divmod(getattr(module, name).out_features - queries, 2)
     if rest or keys <= 0:
         return None
+    sizes = dict(zip(QKV, (queries, keys, keys), strict=True))
     copies = _shared_keys(copies_of(keys, features_of_head(module), size))
-    return FusedLayer(
-        path, name, rows[0], dict(zip(QKV, (queries, keys, keys), strict=True)), copies, True
-    )
+    return FusedLayer(path, name, row, sizes, copies, guessed=True)
+
+
+def gated_layer(model: nn.Module, path: str, name: str, row: str, size: int) -> FusedLayer | None:
+    """The layer ``name`` of the module at ``path`` as a gate and an equal projection, the halves of
+    its output, if the module computes each feature of the input of ``row`` from the same feature of
+    both; else None."""
+    module: Any = model.get_submodule(path)
+    layer, end = getattr(module, name, None), getattr(module, row, None)
+    if not is_linear(layer) or not is_linear(end):
+        return None
+    half: int = end.in_features
+    if layer.out_features != 2 * half or not splits_by_feature(module, name, row, size):
+        return None
+    return FusedLayer(path, name, row, dict.fromkeys(GATE_UP, half))
 
 
 def check_parts(

@@ -18,10 +18,11 @@ from tileweave.nn.linear import class_path, is_linear
 from tileweave.parallel.attentions import known_attention, takes_equal_parts
 from tileweave.parallel.fused import (
     FUSED,
+    FUSED_GATE,
     FUSED_QKV,
-    GATE_UP,
     FusedLayer,
     fused_layer,
+    gated_layer,
     is_adapter,
     refuse_fused,
 )
@@ -39,6 +40,7 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("w1", "w3"), "w2"),
     (("up_proj",), "down_proj"),
     (("w1",), "w2"),
+    (("w12",), "w3"),  # DINOv2
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
     (("fc_in",), "fc_out"),  # GPT-J
@@ -160,9 +162,14 @@ def recognise(
         for columns, row in NAMES:
             if names.issuperset((*columns, row)):
                 within = columns[0].rpartition(".")[0]
-                found.append(Block(path, columns, row, within=within))
+                block = Block(path, columns, row, within=within)
+                layer = _gated(model, block, size)
+                if layer is None:
+                    found.append(block)
+                else:
+                    fused.append(layer)
                 names -= {*columns, row}
-    known = (*NAMES[:5], ((GATE_UP[0],), GATE_UP[1]))
+    known = (*NAMES[:5], (FUSED_GATE, "down_proj"))
     require(
         bool(found or fused),
         f'plan="auto" for {type(model).__name__}',
@@ -174,6 +181,13 @@ def recognise(
         'pass plan={"pattern": "colwise" or "rowwise", ...}',
     )
     return found, fused
+
+
+def _gated(model: nn.Module, block: Block, size: int) -> FusedLayer | None:
+    """The one column-parallel layer of ``block``, if it is a gate and a projection."""
+    if len(block.columns) != 1 or block.within:
+        return None
+    return gated_layer(model, block.path, block.columns[0], block.row, size)
 
 
 def _split_or_refuse(model: nn.Module, path: str, name: str, size: int, guess: bool) -> FusedLayer:
@@ -201,12 +215,20 @@ def split_fused(
     for path, style in list(styles.items()):
         parent, _, name = path.rpartition(".")
         equal = takes_equal_parts(model.get_submodule(parent), name)
-        if name not in FUSED or equal or given is not None:
+        if equal or given is not None:
             continue
-        if style == COLUMN:
-            fused.append(_split_or_refuse(model, parent, name, size, guess))
+        layer = None
+        if style == COLUMN and name in FUSED:
+            layer = _split_or_refuse(model, parent, name, size, guess)
+        elif style == COLUMN:
+            near = {p: s for p, s in styles.items() if p.rpartition(".")[0] == parent}
+            rows = [p.rpartition(".")[2] for p, s in near.items() if is_row(s)]
+            if len(rows) == 1 and len(near) == 2:
+                layer = gated_layer(model, parent, name, rows[0], size)
+        if layer is not None:
+            fused.append(layer)
             del styles[path]
-        elif isinstance(style, Colwise) and style.parts is None:
+        elif name in FUSED and isinstance(style, Colwise) and style.parts is None:
             refuse_fused(path, "this style has no parts")
     if given is None:
         return fused
