@@ -313,7 +313,7 @@ def _guessed(module: Any, path: str, name: str, size: int) -> FusedLayer | None:
     keys, rest = divmod(getattr(module, name).out_features - queries, 2)
     if rest or keys <= 0:
         return None
-    sizes = dict(zip(QKV, (queries, keys, keys), strict=True))
+    sizes: dict[str, int] = dict(zip(QKV, (queries, keys, keys), strict=True))
     copies = _shared_keys(copies_of(keys, features_of_head(module), size))
     return FusedLayer(path, name, row, sizes, copies, guessed=True)
 
@@ -323,8 +323,9 @@ def gated_layer(model: nn.Module, path: str, name: str, row: str, size: int) -> 
     its output, if the module computes each feature of the input of ``row`` from the same feature of
     both; else None."""
     module: Any = model.get_submodule(path)
-    layer, end = getattr(module, name, None), getattr(module, row, None)
-    if not is_linear(layer) or not is_linear(end):
+    layer: Any = module._modules.get(name)
+    end: Any = module._modules.get(row)
+    if layer is None or end is None or not is_linear(layer) or not is_linear(end):
         return None
     half: int = end.in_features
     if layer.out_features != 2 * half or not splits_by_feature(module, name, row, size):
