@@ -3,7 +3,7 @@
 Their output features are those of the projections, one after the other, so an equal split would mix
 them. Such a layer becomes a :class:`SplitLinear`, a linear layer for each projection, and each of
 them is sharded. The module that calls it must take its share of every projection: an MLP is tried
-(:func:`splits_by_feature`), attentions are known (``attentions.py``).
+(:func:`splits_by_feature`), an attention is known (``attentions.py``) or tried (``trial.py``).
 """
 
 from __future__ import annotations
