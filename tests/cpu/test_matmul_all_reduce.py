@@ -74,7 +74,7 @@ def test_same_bits_on_every_call(world: World) -> None:
 def many_shapes(me: Member) -> None:
     """Random shapes, the same on every rank."""
 
-    @settings(max_examples=40, derandomize=True, database=None)
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(
         st.integers(0, 9),
         st.integers(1, 40),

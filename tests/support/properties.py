@@ -37,6 +37,7 @@ def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None
     times as many for a longer search."""
     few = settings(
         max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")),
+        deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
