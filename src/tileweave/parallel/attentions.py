@@ -15,7 +15,7 @@ from tileweave.nn.linear import class_path
 Sizes = dict[str, int]
 QKV = ("q_proj", "k_proj", "v_proj")
 # Attributes with the features of one head.
-HEAD_SIZES = ("attention_head_size", "head_dim", "head_size", "dim_head", "d_head", "hd")
+HEAD_SIZES = ("attention_head_size", "head_dim", "head_size", "dim_head", "d_head")
 
 
 @dataclass(frozen=True)

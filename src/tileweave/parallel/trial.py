@@ -575,9 +575,7 @@ class _Trial:
             setattr(again, name, own)
         args, kwargs = _cloned(self.args), _cloned(self.kwargs)
         if narrow:
-            key, x = input_of(self.tried.path, args, kwargs)
-            few = x.narrow(-1, 0, x.shape[-1] // self.tape.size)
-            args, kwargs = with_input(key, few, args, kwargs)
+            args, kwargs = _narrowed(again, self.tried, args, kwargs)
         y = self.forward(again, *args, **kwargs)
         return self.tape.seen, tensors_of(y)
 
