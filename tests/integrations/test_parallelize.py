@@ -219,7 +219,7 @@ def test_other_fused_projections_are_refused_by_name(pair: World) -> None:
     named = (
         "transformer.h.0.crossattention.c_attn, which computes",
         "transformer.h.0.attn.c_attn: 32 features of q_proj, heads of 32, over 2 ranks",
-        "gpt_neox_japanese.layers.0.attention.query_key_value, which computes",
+        "gpt_neox_japanese.layers.1.attention, which has the parameter",
         "model.layers.0.self_attn.qkv_proj: 24 features of q_proj",
         "gpt_neox.layers.0.attention.query_key_value: 96 features",
     )
