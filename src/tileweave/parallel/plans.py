@@ -209,7 +209,7 @@ def split_fused(
     the plan ``given`` of transformers, if it is one.
 
     A user's plan is refused where it has a fused layer that no rule splits. transformers' own plan
-    is taken as it is: it may know that heads are interleaved.
+    is taken as it is: it may know that heads are interleaved. ``guess``: as of :func:`recognise`.
     """
     fused = []
     for path, style in list(styles.items()):
