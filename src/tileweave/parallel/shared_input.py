@@ -85,7 +85,7 @@ class _SharedInput:
         self.path, self.layers = path, layers
 
     def before(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key, x = input_of(self.path, args, kwargs)
         layers, first = self.layers, self.layers[0]
@@ -102,6 +102,8 @@ class _SharedInput:
             )
         else:
             instead = [copy_to_group(x, first.group_name)] * len(layers)
+        if module._input_parts > 1:
+            x = first_part(x, module._input_parts)
         for layer, y in zip(layers, instead, strict=True):
             layer.given = (x, y)
         return with_input(key, x, args, kwargs)
@@ -114,7 +116,7 @@ class _SharedInput:
 def share_input(model: nn.Module, block: Block) -> None:
     """Let the column-parallel layers of ``block`` share the input of the module that has them."""
     path = block.taking
-    module = model.get_submodule(path)
+    module: Any = model.get_submodule(path)
     start = len(block.within) + 1 if block.within else 0
     names = [name[start:] for name in block.columns]
     layers: list[SharedColumn] = []
@@ -124,9 +126,15 @@ def share_input(model: nn.Module, block: Block) -> None:
         layer.given = None
         layer.train_in_fp8(layer.fp8)
         layers.append(layer)
+    module._input_parts = 1  # a trial may change it: the module sees one part of the features
     shared = _SharedInput(path, layers)
     module.register_forward_pre_hook(shared.before, with_kwargs=True)
     module.register_forward_hook(shared.after, always_call=True)
+
+
+def first_part(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """The first of so many equal parts of the features of x."""
+    return x.narrow(-1, 0, x.shape[-1] // parts)
 
 
 def input_of(

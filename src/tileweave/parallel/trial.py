@@ -44,7 +44,7 @@ from tileweave.parallel.hooks import (
     leaves_of,
     tensors_of,
 )
-from tileweave.parallel.shared_input import SharedColumn, input_of, with_input
+from tileweave.parallel.shared_input import SharedColumn, first_part, input_of, with_input
 
 UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -213,6 +213,7 @@ def watch(module: nn.Module, tried: Tried) -> None:
     module.__class__ = _class_of(type(module))
     watched: Any = module
     watched._tried = tried
+    _set_input_parts(watched, tried)
 
 
 @cache
@@ -225,8 +226,6 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
 
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._tried.form.narrow:  # here, since compiled calls go past _call
-            args, kwargs = _narrowed(self, self._tried, args, kwargs)
         if not self._tried.guessed or self._tried.done:
             return inner(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -263,6 +262,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     for name, (of_all, own) in every.items() if tried.form != before else ():
         setattr(module, name, own if name in tried.form.counts else of_all)
     if tried.form.narrow and not before.narrow:
+        _set_input_parts(module, tried)
         args, kwargs = _narrowed(module, tried, args, kwargs)
     try:
         if outer is None:
@@ -281,11 +281,17 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
     return result
 
 
+def _set_input_parts(module: Any, tried: Tried) -> None:
+    """Let later calls see as many features of the input as ``tried`` says."""
+    if tried.form.narrow:
+        module._input_parts = tried.size
+
+
 def _narrowed(module: nn.Module, tried: Tried, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of ``module``, whose input has fewer features; its linear layers keep what they
-    take."""
+    """The arguments of ``module`` in its trial, with fewer features of its input; its linear layers
+    keep what they take. Later calls: ``shared_input.py``."""
     key, x = input_of(tried.path, args, kwargs)
-    few = x.narrow(-1, 0, x.shape[-1] // tried.size)
+    few = first_part(x, tried.size)
     for part in module.modules():
         if isinstance(part, SharedColumn) and part.given is not None and part.given[0] is x:
             part.given = few, part.given[1]
