@@ -301,7 +301,7 @@ class Rows(nn.Module):
         self.register_buffer("places", torch.ones(6, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.two(x, x) if self.kind == "takes two" else self.two(x)
+        y = self.two(x, x + 1) if self.kind == "takes two" else self.two(x)
         if self.kind == "returns two":
             y = y[1]
         if self.kind == "all places":

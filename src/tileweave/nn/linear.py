@@ -95,8 +95,11 @@ def check_recipe(recipe: str | None) -> None:
     )
 
 
-# Classes of transformers that compute what nn.Linear does.
-_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+# Classes that compute what nn.Linear does.
+_LINEAR = (
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",  # of nn.MultiheadAttention
+)
 _TURNED = ("transformers.pytorch_utils.Conv1D",)  # its weight is [in, out]
 
 

@@ -1,4 +1,5 @@
-"""Attentions of transformers whose forward is known to be right with the heads of one rank.
+"""Attentions whose forward is known to be right with the heads of one rank: of transformers, and
+torch's own.
 
 Others must take the number of heads from shapes. These take it from attributes, or have one linear
 layer for q, k and v.
@@ -29,6 +30,7 @@ class Attention:
     counts : attributes that ranks divide: numbers of heads, or of the features of all heads.
     in_config : the numbers of heads in its configuration are taken, too.
     by_head : arguments with numbers for each head, and last the attribute with the number of heads.
+    of_parameters : that layer was made of parameters of the attention itself.
     needs : attributes that versions of transformers lack whose attention is another one.
     """
 
@@ -39,6 +41,7 @@ class Attention:
     counts: tuple[str, ...] = ()
     in_config: bool = False
     by_head: tuple[str, ...] = ()
+    of_parameters: bool = False
     needs: tuple[str, ...] = ()
 
 
@@ -134,6 +137,9 @@ ATTENTIONS = {
         ),
     }.items()
 }
+ATTENTIONS["tileweave.parallel.multihead.ShardedMultiheadAttention"] = Attention(
+    "in_proj", "out_proj", _equal("embed_dim"), of_parameters=True
+)
 
 
 def known_attention(module: object) -> Attention | None:

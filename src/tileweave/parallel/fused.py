@@ -50,11 +50,15 @@ class SplitLinear(nn.Module):
 
     sizes : mapping of str to int
         The output features of each projection, by name, in their order in ``fused``.
+
+    dot : str
+        What is between the path of the fused layer and "weight" or "bias" in the state_dict: "_"
+        where these are parameters of the module around it.
     """
 
-    def __init__(self, fused: Any, sizes: Mapping[str, int]) -> None:
+    def __init__(self, fused: Any, sizes: Mapping[str, int], dot: str = ".") -> None:
         super().__init__()
-        self.names = tuple(sizes)
+        self.names, self.dot = tuple(sizes), dot
         self.in_features, self.out_features = fused.in_features, fused.out_features
         self.turned = is_turned(fused)
         biases: Any = [None] * len(sizes)
@@ -74,6 +78,10 @@ class SplitLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.cat([getattr(self, name)(input) for name in self.names], dim=-1)
+
+    def whole(self, path: str, kind: str) -> str:
+        """The name of a parameter of the fused layer at ``path``."""
+        return f"{path}{self.dot}{kind}" if path else kind
 
     def dim_of(self, kind: str) -> int:
         """The dimension of output features of the "weight" or "bias"."""
@@ -97,7 +105,7 @@ class SplitLinear(nn.Module):
         if not recurse:
             for kind, tensor in self.state_dict().items():
                 if kind in ("weight", "bias"):
-                    yield f"{prefix}.{kind}" if prefix else kind, tensor
+                    yield self.whole(prefix, kind), tensor
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
     def _load_from_state_dict(
@@ -135,7 +143,7 @@ def _under_fused_names(
         names = [f"{prefix}{name}.{kind}" for name in module.names]
         if all(name in state_dict for name in names):
             parts = [state_dict.pop(name) for name in names]
-            state_dict[prefix + kind] = _joined(parts, module.dim_of(kind))
+            state_dict[module.whole(prefix[:-1], kind)] = _joined(parts, module.dim_of(kind))
 
 
 def _of_features(fused: Any, features: int) -> Any:
@@ -212,7 +220,7 @@ def _projections(model: nn.Module) -> dict[str, tuple[list[str], int]]:
     """The names of parameters that make up each parameter of a fused layer, and along which
     dimension, by its name."""
     return {
-        f"{path}.{kind}" if path else kind: (
+        module.whole(path, kind): (
             [f"{path}.{name}.{kind}" if path else f"{name}.{kind}" for name in module.names],
             module.dim_of(kind),
         )
@@ -420,6 +428,12 @@ class _Given(nn.Module):
         return self.value
 
 
+def is_fused(module: object, name: str) -> bool:
+    """Whether the layer ``name`` of ``module`` computes several projections."""
+    known = known_attention(module)
+    return name in FUSED or (known is not None and known.layer == name)
+
+
 class OwnHeads:
     """The configuration of an attention, with the numbers of heads of one rank."""
 
@@ -438,8 +452,9 @@ def split(model: nn.Module, layer: FusedLayer, size: int) -> None:
     if not layer.sizes:
         return
     module: Any = model.get_submodule(layer.path)
-    setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes))
     known = known_attention(module)
+    dot = "_" if known is not None and known.of_parameters else "."
+    setattr(module, layer.name, SplitLinear(getattr(module, layer.name), layer.sizes, dot))
     if known is not None and known.in_config:
         heads = ("num_attention_heads", "num_key_value_heads")
         own = {name: max(1, getattr(module.config, name) // size) for name in heads}

@@ -137,7 +137,7 @@ class AllRows:
         key, x = input_of(self.path, args, kwargs)
         for name, other in (*enumerate(args), *kwargs.items()):
             require(
-                name == key or not isinstance(other, torch.Tensor) or other.shape != x.shape,
+                other is x or not isinstance(other, torch.Tensor) or other.shape != x.shape,
                 f"{self.path} with argument {name!r}, of the shape of its input, with "
                 "sequence_parallel=True",
                 "one tensor with the rows of one rank, which are gathered for it",

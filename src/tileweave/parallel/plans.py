@@ -24,6 +24,7 @@ from tileweave.parallel.fused import (
     fused_layer,
     gated_layer,
     is_adapter,
+    is_fused,
     refuse_fused,
 )
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
@@ -47,6 +48,7 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
     (("lin1",), "lin2"),
+    (("linear1",), "linear2"),  # torch.nn.TransformerEncoderLayer
     (("self.query", "self.key", "self.value"), "output.dense"),  # BERT
     (("intermediate.dense",), "output.dense"),
 )
@@ -144,14 +146,15 @@ def recognise(
     found, fused = [], []
     for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if not _is_norm(child)}
-        for name in sorted(children & set(FUSED)):
+        several = sorted(name for name in children if is_fused(module, name))
+        for name in several:
             layer = getattr(module, name)
             known = known_attention(module)
             if known is not None and takes_equal_parts(module, name):
                 found.append(Block(path, (name,), known.row))
             elif is_linear(layer) or isinstance(layer, nn.Linear) or is_adapter(layer):
                 fused.append(_split_or_refuse(model, path, name, size, guess))
-        if children & set(FUSED):
+        if several:
             continue
         names = children | {
             f"{name}.{inner}"
@@ -218,7 +221,7 @@ def split_fused(
         if equal or given is not None:
             continue
         layer = None
-        if style == COLUMN and name in FUSED:
+        if style == COLUMN and is_fused(model.get_submodule(parent), name):
             layer = _split_or_refuse(model, parent, name, size, guess)
         elif style == COLUMN:
             near = {p: s for p, s in styles.items() if p.rpartition(".")[0] == parent}

@@ -22,7 +22,7 @@ from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul.scaled_training import linear as in_fp8
 from tileweave.parallel.plans import Block
 
-INPUTS = ("hidden_states", "x", "input", "inputs")
+INPUTS = ("hidden_states", "x", "input", "inputs", "query")
 
 
 class SharedColumn(ColumnParallelLinear):
@@ -157,7 +157,10 @@ def input_of(
 def with_input(
     key: int | str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with ``x`` as input, in the place ``key`` that :func:`input_of` returned."""
-    if isinstance(key, int):
-        return (x, *args[1:]), kwargs
-    return args, {**kwargs, key: x}
+    """The arguments with ``x`` in place of the input, which is in the place ``key`` that
+    :func:`input_of` returned; also where other arguments are that input, such as key and value."""
+    before = args[key] if isinstance(key, int) else kwargs[key]
+    return (
+        tuple(x if each is before else each for each in args),
+        {name: x if each is before else each for name, each in kwargs.items()},
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,6 +37,7 @@ from tileweave.parallel.checks import (
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
 from tileweave.parallel.heads import Form, Heads, take_own_heads
+from tileweave.parallel.multihead import TakenApart, check_whole
 from tileweave.parallel.own_rows import AllRows, shard_rows
 from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
@@ -175,24 +176,13 @@ def parallelize(
     check_no_wrapper(model)
     for module in model.modules():
         name_features(module)
-    styles, blocks, fused, whole = _styles(model, plan, size, check)
-    styles, blocks, lora = take_base_layers(model, styles, blocks)
+    with TakenApart(model) as apart:
+        found = _planned(model, plan, size, check, sequence_parallel)
+        apart.sharded.update(layer.path for layer in found.fused)
+    styles, blocks, heads = found.styles, found.blocks, found.heads
+    outer, all_rows = found.outer, found.all_rows
     at = sequence_dim if sequence_parallel else None
-    heads = Heads.of(model, blocks, fused, styles, size)
-    check_styles(model, styles, size, heads.shared)
-    every = styles.keys() | {path for layer in fused for path in block_of(layer).paths()}
-    styled = {**dict.fromkeys(every, COLUMN), **styles}
-    blocks = _checked(model, blocks, fused, styled, whole, heads, size, check)
-    routed = routed_parts(model, styles) if sequence_parallel else ()
-    outer = _outer_lists(model, [*styled]) if sequence_parallel else []
-    all_rows: list[str] = []  # modules that take the rows of all ranks
-    if sequence_parallel:
-        roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
-        all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
-    named = {*styles} if isinstance(plan, dict) else None
-    tried = _tried(model, styles, fused, heads, size, named) if check else {}
-    for layer in fused:
+    for layer in found.fused:
         split(model, layer, size)
         blocks.append(Block(layer.path, layer.columns, layer.row))
         styles.update(blocks[-1].paths())
@@ -204,7 +194,7 @@ def parallelize(
         dim = at
         if path.startswith(tuple(f"{path}." for path in all_rows)):
             dim = None
-        elif path.startswith(routed):  # rows of any order there, maybe flattened
+        elif path.startswith(found.routed):  # rows of any order there, maybe flattened
             dim = 0
         made = _style(style, dim, heads.shared.get(path, 1))
         made.src_data_rank = src_data_rank
@@ -216,11 +206,11 @@ def parallelize(
         _take_own_heads(model, block.path, heads, over, src_data_rank)
         if block.shares:
             share_input(model, block)
-    for path in lora:
+    for path in found.lora:
         shard_lora(model.get_submodule(path), over, src_data_rank)
-    for path, watched in tried.items():
+    for path, watched in found.tried.items():
         watch(model.get_submodule(path), watched)
-    inner = {block.path for block in blocks} | tried.keys() | {*all_rows}
+    inner = {block.path for block in blocks} | found.tried.keys() | {*all_rows}
     rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
     known = _replicate_parts(model, over, blocks, all_rows, rows, at, src_data_rank)
     make_replicated(model, over, False, known, src_data_rank)
@@ -231,6 +221,55 @@ def parallelize(
     save_whole(model)
     watch_model(model, name)
     return model
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What becomes of a model.
+
+    styles : of linear layers and of other modules, by path.
+    blocks : modules around linear layers.
+    fused : layers that are split first.
+    lora : paths of the LoRA around layers in ``styles``.
+    routed : what paths begin with, of parts in which rows have any order.
+    outer : the blocks of each list.
+    all_rows : paths of modules that take the rows of all ranks.
+    tried : modules whose first call is tried, by path.
+    """
+
+    styles: Styles
+    blocks: list[Block]
+    fused: list[FusedLayer]
+    lora: list[str]
+    heads: Heads
+    routed: tuple[str, ...]
+    outer: list[list[tuple[str, nn.Module]]]
+    all_rows: list[str]
+    tried: dict[str, Tried]
+
+
+def _planned(
+    model: nn.Module, plan: str | Styles, size: int, check: bool, sequence_parallel: bool
+) -> _Planned:
+    """The plan of ``model`` over ``size`` ranks, checked. Nothing is changed."""
+    styles, blocks, fused, whole = _styles(model, plan, size, check)
+    check_whole(model, styles, {layer.path for layer in fused})
+    styles, blocks, lora = take_base_layers(model, styles, blocks)
+    heads = Heads.of(model, blocks, fused, styles, size)
+    check_styles(model, styles, size, heads.shared)
+    every = styles.keys() | {path for layer in fused for path in block_of(layer).paths()}
+    styled = {**dict.fromkeys(every, COLUMN), **styles}
+    blocks = _checked(model, blocks, fused, styled, whole, heads, size, check)
+    routed = routed_parts(model, styles) if sequence_parallel else ()
+    outer = _outer_lists(model, [*styled]) if sequence_parallel else []
+    all_rows: list[str] = []
+    if sequence_parallel:
+        roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
+        by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
+        all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
+    named = {*styles} if isinstance(plan, dict) else None
+    tried = _tried(model, styles, fused, heads, size, named) if check else {}
+    return _Planned(styles, blocks, fused, lora, heads, routed, outer, all_rows, tried)
 
 
 def _checked(

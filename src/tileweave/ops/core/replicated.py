@@ -7,6 +7,7 @@ function              forward                               gradient
 copy_to_group         x, the same on every rank             sum over ranks
 own_part              this rank's part of such an x         gather of the parts
 gather_parts          concatenate the parts of all ranks    this rank's part
+gather_to_read        the same                              refused
 ====================  ====================================  ==================================
 
 The first is *f* of Megatron-LM, arXiv 1909.08053; the others are its ``scatter_to`` and
@@ -15,11 +16,11 @@ The first is *f* of Megatron-LM, arXiv 1909.08053; the others are its ``scatter_
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops.core import collectives
 from tileweave.ops.core.argument_types import checks_types
 from tileweave.ops.core.operator import operator, refuse_transformed
@@ -86,6 +87,11 @@ def gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     return operator("gather_parts")(x, dim % x.dim(), group_name)
 
 
+def gather_to_read(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    """As :func:`gather_parts`, where each rank's gradient would be another part of a sum."""
+    return operator("gather_to_read")(x, dim % x.dim(), group_name)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -149,6 +155,15 @@ def _own_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.tileweave.own_part(grad, ctx.dim, ctx.group_name), None, None
 
 
+def _refuse_gradient(*_: Any) -> NoReturn:
+    raise InputError(
+        "asked: a gradient of the weights that nn.MultiheadAttention returns, with "
+        "sequence_parallel=True; allowed: weights that are only read, since each rank has a "
+        "gradient by its rows; remedy: detach them, or pass sequence_parallel=False to "
+        "tileweave.parallelize"
+    )
+
+
 define(
     "sum_over_group(Tensor x, str group_name) -> Tensor",
     _sum_over_group,
@@ -166,5 +181,12 @@ define(
     _gather_parts,
     _like_gathered,
     first_derivative("gather_parts", _own_gradient),
+    _setup_context,
+)
+define(
+    "gather_to_read(Tensor x, int dim, str group_name) -> Tensor",
+    _gather_parts,
+    _like_gathered,
+    _refuse_gradient,
     _setup_context,
 )
