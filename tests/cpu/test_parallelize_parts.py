@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, MLP, Attention, compare, model
+from tests.cpu.test_parallelize import FORMS, MLP, Attention, compare, ids_of, model, whole
 from tests.support.calls import refusal, run_either
+from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, Worlds
 from torch import nn
 from torch.nn.functional import gelu, silu
@@ -278,6 +279,59 @@ def test_parts_that_would_be_wrong_are_named(world: World) -> None:
         for error, (_, named) in zip(errors, REFUSED.values(), strict=True):
             assert error.startswith("InputError: asked:") and named in error, (named, error)
             assert "remedy" in error
+
+
+class Outside(nn.Module):
+    """Layers of usual names before and after a list of blocks, where each rank has all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+        self.before, self.after = MLP(16, 24), Attention(16, 4, 2, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.inner.embed(ids)
+        x = x + self.before(x)
+        for layer in self.inner.layers:
+            x = layer(x)
+        return self.inner.head(self.inner.norm(x + self.after(x, 0.5)))
+
+
+def built_outside() -> Outside:
+    torch.manual_seed(0)
+    made = Outside()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def outside(me: Member, sequence: bool) -> list[str]:
+    """Their gradients were those of all ranks together."""
+    part, reference = built_outside(), built_outside()
+    tw.parallelize(part, sequence_parallel=sequence)
+    assert part.after.q_proj.weight.to_local().shape[0] == 16 // me.world_size
+    y, want = part(ids_of()), reference(ids_of())
+    assert_near(y, want, 1e-4, 1e-5, "y")
+    for result in (y, want):
+        result.square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        found = part.get_parameter(name).grad
+        assert_near(whole(found), parameter.grad, 1e-4, 1e-5, name)
+    inside = {"*.layers.*.mlp.[gu]*_proj": "colwise", "*.layers.*.mlp.down_proj": "rowwise"}
+    others = {"before.up_proj": tw.parallel.Colwise(sequence_dim=1), "before": "sequence_parallel"}
+    return [
+        refusal(
+            tw.parallelize, built_outside(), plan={**inside, path: style}, sequence_parallel=True
+        )
+        for path, style in others.items()
+    ]
+
+
+@FORMS
+def test_layers_outside_of_a_list(world: World, sequence: bool) -> None:
+    for errors in run_either(world, False, outside, sequence):
+        for error in errors:
+            assert error.startswith("InputError: asked: before") and "has all rows" in error, error
 
 
 class Two(nn.Module):

@@ -479,6 +479,7 @@ def check_own_rows(
     blocks: list[Block],
     styles: dict[str, Any],
     routed: tuple[str, ...],
+    lora: Iterable[str],
     gathers: bool,
 ) -> list[str]:
     """The paths of modules in ``roots``, whose activations are this rank's rows, that take all rows
@@ -493,6 +494,9 @@ def check_own_rows(
     routed : tuple of str
         What :func:`routed_parts` returns.
 
+    lora : iterable of str
+        The paths of LoRA around layers of the plan.
+
     gathers : bool
         Whether modules may take all rows. False: raise for them, too.
     """
@@ -500,16 +504,23 @@ def check_own_rows(
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
         inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
+        by_row = is_summed(style)
+        if isinstance(style, (Colwise, Rowwise, Experts)):
+            by_row = style.sequence_dim is not None
+            require(
+                by_row or not inner,
+                f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
+                "a style with sequence_dim",
+                "pass sequence_dim=1 (or that of this call) to the style",
+            )
         require(
-            not (
-                inner
-                and isinstance(style, (Colwise, Rowwise, Experts))
-                and style.sequence_dim is None
-            ),
-            f"{path}: {style!r} with sequence_parallel=True, whose input is this rank's rows",
-            "a style with sequence_dim",
-            "pass sequence_dim=1 (or that of this call) to the style",
+            inner or not by_row,
+            f"{path}: {style!r} with sequence_parallel=True, whose input has all rows: it is not "
+            f"in {', '.join(dict.fromkeys(root.rpartition('.')[0] for root, _ in roots))}",
+            "a style without sequence_dim, or none",
+            "leave sequence_dim out of the style, or the style out of the plan",
         )
+    styles = {**styles, **dict.fromkeys(lora, SUMS[0])}
     inside = {block.path for block in blocks}
     sharded = {p for p, s in styles.items() if s not in UNTOUCHED and not isinstance(s, LatentKeys)}
     seen: set[nn.Module] = set()  # blocks may share modules, which have the path of the first one

@@ -192,7 +192,7 @@ def parallelize(
         if style in UNTOUCHED:
             continue
         dim = at
-        if path.startswith(tuple(f"{path}." for path in all_rows)):
+        if path.startswith(tuple(f"{path}." for path in all_rows)) or not found.by_row(path):
             dim = None
         elif path.startswith(found.routed):  # rows of any order there, maybe flattened
             dim = 0
@@ -247,6 +247,12 @@ class _Planned:
     all_rows: list[str]
     tried: dict[str, Tried]
 
+    def by_row(self, path: str) -> bool:
+        """Whether the module at ``path`` has the rows of one rank in the sequence-parallel form:
+        what is not in the blocks of a list has all rows."""
+        roots = [root for blocks in self.outer for root, _ in blocks]
+        return not roots or path.startswith(tuple(f"{root}." for root in roots))
+
 
 def _planned(
     model: nn.Module, plan: str | Styles, size: int, check: bool, sequence_parallel: bool
@@ -265,8 +271,7 @@ def _planned(
     all_rows: list[str] = []
     if sequence_parallel:
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        by_row = {**styled, **dict.fromkeys(lora, SUMS[0])}
-        all_rows = check_own_rows(roots, blocks, by_row, routed, plan == "auto")
+        all_rows = check_own_rows(roots, blocks, styled, routed, lora, plan == "auto")
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, heads, size, named) if check else {}
     return _Planned(styles, blocks, fused, lora, heads, routed, outer, all_rows, tried)
