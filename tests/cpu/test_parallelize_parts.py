@@ -382,3 +382,75 @@ def test_other_rows_than_those_of_a_rank(world: World, kind: str) -> None:
     """They were wrong, or an error of torch."""
     for error in run_either(world, False, refused_calls, kind):
         assert error.startswith(f"InputError: asked: {CALLS[kind]}"), error
+
+
+class Conditioned(nn.Module):
+    """A block as of a diffusion transformer: a vector of all rows modulates them."""
+
+    def __init__(self, modulates: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.norm, self.mlp = nn.LayerNorm(16), MLP(16, 24)
+        self.modulation = (
+            nn.Sequential(nn.SiLU(), nn.Linear(16, 16)) if modulates else nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        scale = self.modulation(given["condition"]).unsqueeze(1)
+        h = self.norm(x) * scale
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        given["blocks"] += 1
+        return x + self.mlp(x) * scale
+
+
+class Diffusion(nn.Module):
+    def __init__(self, modulates: bool) -> None:
+        super().__init__()
+        self.embed, self.time = nn.Linear(3, 16), nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(Conditioned(modulates) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        x, given = self.embed(x), {"condition": self.time(time), "blocks": torch.zeros(())}
+        for block in self.blocks:
+            x = block(x, given)
+        return x * given["blocks"]
+
+
+def diffusion(modulates: bool) -> Diffusion:
+    torch.manual_seed(0)
+    made = Diffusion(modulates)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def conditioned(me: Member, modulates: bool, sequence: bool) -> None:
+    """Each rank had the gradient of the condition by its own rows."""
+    part, reference = diffusion(modulates), diffusion(modulates)
+    tw.parallelize(part, sequence_parallel=sequence)
+    drawn = torch.Generator().manual_seed(1)
+    x, time = torch.randn(2, 6, 3, generator=drawn), torch.randn(2, 4, generator=drawn)
+    y, want = part(x, time), reference(x, time)
+    assert_near(y, want, 1e-4, 1e-5, "y")
+    for result in (y, want):
+        result.square().mean().backward()
+    found = tw.parallel.join_projections(part, {n: p.grad for n, p in part.named_parameters()})
+    for name, parameter in reference.named_parameters():
+        assert_near(whole(found[name]), parameter.grad, 1e-4, 1e-4, name)
+
+
+@FORMS
+@pytest.mark.parametrize("modulates", [False, True])
+def test_a_condition_of_all_rows(world: World, modulates: bool, sequence: bool) -> None:
+    run_either(world, False, conditioned, modulates, sequence)
+
+
+def unclear(me: Member) -> str:
+    part = tw.parallelize(diffusion(False), sequence_parallel=True)
+    x, other = torch.randn(2, 6, 16), torch.randn(2, 3, 16, requires_grad=True)
+    return refusal(part.blocks[0], x, {"condition": other, "blocks": torch.zeros(())})
+
+
+def test_another_tensor_of_as_many_rows(world: World) -> None:
+    for error in run_either(world, False, unclear):
+        assert "blocks.0 with another tensor (2, 3, 16), which needs a gradient" in error, error

@@ -66,6 +66,12 @@ def test_a_module_of_all_rows_gathers_one_tensor_alone() -> None:
     ):
         with pytest.raises(InputError, match="of the shape of its input"):
             hooks.begin(nn.Identity(), args, kwargs)
+    trained = MASK.clone().requires_grad_()
+    with pytest.raises(InputError, match="argument 'mask', which needs a gradient"):
+        hooks.begin(nn.Identity(), (X,), {"mask": trained})
+    with torch.no_grad():
+        args, kwargs = hooks.begin(nn.Identity(), (X, X), {"mask": trained})
+    assert equal(args, (whole, whole)) and kwargs["mask"] is trained
 
 
 def test_parameters_are_dtensors_again_after_a_forward_that_raised() -> None:

@@ -46,6 +46,11 @@ from tileweave.parallel.plans import (
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise
 from tileweave.parallel.trial import UNFIT, Tried
 
+# Modules that compute each row for itself.
+_BY_ROW = (
+    *(nn.Linear, nn.Dropout, nn.Identity),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus),
+)
 # Norms that mix rows.
 MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
@@ -538,6 +543,8 @@ def check_own_rows(
                 continue
             if name.startswith((*routed, *(f"{path}." for path in found))):
                 continue
+            if _is_row_by_row(parent, root, module):
+                continue
             above = _module_in(module, root, name) if gathers else None
             if above is not None:
                 found.append(above)
@@ -550,6 +557,17 @@ def check_own_rows(
                 f'"{name}": "sequence_parallel" if it computes each row for itself'
             )
     return found
+
+
+def _is_row_by_row(path: str, root: str, block: nn.Module) -> bool:
+    """Whether the module at ``path`` in a block is a plain sequence of layers that compute each row
+    for itself, such as those of a modulation."""
+    if not path.startswith(f"{root}.") and root:
+        return False
+    module = block.get_submodule(path[len(root) + 1 if root else 0 :])
+    return type(module) is nn.Sequential and all(
+        type(child) in _BY_ROW or is_norm(child) for child in module
+    )
 
 
 def _module_in(block: nn.Module, root: str, path: str) -> str | None:

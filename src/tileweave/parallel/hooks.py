@@ -8,7 +8,7 @@ be that of one rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,3 +94,14 @@ def leaves_of(given: Any) -> Iterator[Any]:
 def tensors_of(given: Any) -> list[torch.Tensor]:
     """The tensors among :func:`leaves_of`."""
     return [leaf for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
+
+
+def mapped(given: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``given``, tuples, lists and dicts in each other, with ``function`` of each tensor."""
+    if type(given) in (tuple, list):
+        return type(given)(mapped(item, function) for item in given)
+    if isinstance(given, tuple):  # a named one
+        return type(given)(*(mapped(item, function) for item in given))
+    if isinstance(given, dict):
+        return {key: mapped(item, function) for key, item in given.items()}
+    return function(given) if isinstance(given, torch.Tensor) else given

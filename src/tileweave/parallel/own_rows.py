@@ -16,9 +16,9 @@ from tileweave.nn.made_classes import forward_by, make_class
 from tileweave.nn.shards import in_backward
 from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.ops.core.registry import group_of
-from tileweave.ops.core.replicated import gather_parts, own_part
+from tileweave.ops.core.replicated import copy_to_group, gather_parts, own_part
 from tileweave.parallel.fused import FOREIGN
-from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks
+from tileweave.parallel.hooks import EVERY, guard_hooks, has_hooks, mapped, tensors_of
 from tileweave.parallel.shared_input import input_of, with_input
 
 _LOG = logging.getLogger("tileweave")
@@ -26,8 +26,10 @@ Blocks = list[tuple[str, nn.Module]]
 
 
 class OwnRows:
-    """The hooks of the first and the last block of a list. A copy of the model has its own, with
-    the copied modules.
+    """The hooks of the blocks of a list. A copy of the model has its own, with the copied modules.
+
+    The rows of the first argument are sharded. Other tensors are those of all rows, or of none: a
+    block computes the gradient of its rows only, so ranks sum them.
 
     Parameters
     ----------
@@ -42,10 +44,12 @@ class OwnRows:
 
     def __init__(self, blocks: Blocks, watched: Blocks, group_name: str, dim: int) -> None:
         self.path, first = blocks[0]
-        self.last, self.open = blocks[-1][0], False
+        self.first, self.last, self.open = first, blocks[-1][0], False
         self.watched, self.group_name, self.dim = watched, group_name, dim
         # before other hooks: the first block may gather its input again
         first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        for _, block in blocks:
+            block.register_forward_pre_hook(self.sum_gradients, with_kwargs=True)
         blocks[-1][1].register_forward_hook(self.end)
 
     def begin(
@@ -56,10 +60,36 @@ class OwnRows:
                 if has_hooks(module):
                     guard_hooks(module, path, EVERY, "the rows of one rank")
         self.open = True
-        if args:
-            return with_input(0, self._own(args[0]), args, kwargs)
-        key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        return with_input(key, self._own(kwargs[key]), args, kwargs)
+        key, x = _rows_of(args, kwargs)
+        return with_input(key, self._own(x), args, kwargs)
+
+    def sum_gradients(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, x = _rows_of(args, kwargs)
+
+        def has_all(t: torch.Tensor) -> bool:
+            if t is x or not t.requires_grad:
+                return False
+            own = t.dim() == x.dim() and t.shape[self.dim] == x.shape[self.dim]
+            if own and block is self.first:  # what comes from elsewhere has all rows
+                raise InputError(
+                    f"asked: {self.path} with another tensor {tuple(t.shape)}, which needs a "
+                    f"gradient and has as many rows as a rank has of x, {tuple(x.shape)}; allowed: "
+                    "one tensor whose rows are sharded; remedy: pass sequence_parallel=False to "
+                    "tileweave.parallelize"
+                )
+            return not own
+
+        def summed(argument: Any) -> Any:
+            if not any(map(has_all, tensors_of(argument))):
+                return argument  # itself: blocks may write into a dict
+            return mapped(argument, lambda t: copy_to_group(t, group) if has_all(t) else t)
+
+        group = self.group_name
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        return tuple(map(summed, args)), {name: summed(each) for name, each in kwargs.items()}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         size = dist.get_world_size(group_of(self.group_name))
@@ -87,6 +117,14 @@ class OwnRows:
             "between them only, remove blocks before tileweave.parallelize, or pass "
             "sequence_parallel=False"
         )
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
+    """The argument of a block that has rows, and where it is."""
+    if args:
+        return 0, args[0]
+    key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return key, kwargs[key]
 
 
 class OwnRowsBlock(nn.Module):
@@ -141,6 +179,15 @@ class AllRows:
                 f"{self.path} with argument {name!r}, of the shape of its input, with "
                 "sequence_parallel=True",
                 "one tensor with the rows of one rank, which are gathered for it",
+                "pass sequence_parallel=False to tileweave.parallelize",
+            )
+            trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(other))
+            require(
+                other is x or not trains,
+                f"{self.path} with argument {name!r}, which needs a gradient, with "
+                "sequence_parallel=True",
+                "such tensors in modules of the plan: ranks would sum gradients that each has "
+                "whole",
                 "pass sequence_parallel=False to tileweave.parallelize",
             )
         return with_input(key, gather_parts(x, self.dim, self.group_name), args, kwargs)

@@ -42,6 +42,7 @@ from tileweave.parallel.hooks import (
     guard_hooks,
     has_hooks,
     leaves_of,
+    mapped,
     tensors_of,
 )
 from tileweave.parallel.shared_input import SharedColumn, first_part, input_of, with_input
@@ -345,13 +346,7 @@ def _is_plain(given: Any) -> bool:
 
 
 def _cloned(given: Any) -> Any:
-    if type(given) in (tuple, list):
-        return type(given)(_cloned(item) for item in given)
-    if isinstance(given, tuple):  # a named one
-        return type(given)(*(_cloned(item) for item in given))
-    if isinstance(given, dict):
-        return {key: _cloned(item) for key, item in given.items()}
-    return given.detach().clone() if isinstance(given, torch.Tensor) else given
+    return mapped(given, lambda t: t.detach().clone())
 
 
 @contextmanager
