@@ -454,3 +454,21 @@ def unclear(me: Member) -> str:
 def test_another_tensor_of_as_many_rows(world: World) -> None:
     for error in run_either(world, False, unclear):
         assert "blocks.0 with another tensor (2, 3, 16), which needs a gradient" in error, error
+
+
+def in_sequence() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = model()
+    head = nn.Linear(16, 11)
+    return nn.Sequential(made.embed, nn.Dropout(0.0), *made.layers, nn.RMSNorm(16), head)
+
+
+def sequenced(me: Member, sequence: bool) -> None:
+    """Of a model that is itself a sequence, each rank took all rows for its own."""
+    part = tw.parallelize(in_sequence(), sequence_parallel=sequence)
+    compare(part, in_sequence())
+
+
+@FORMS
+def test_a_model_that_is_a_sequence(world: World, sequence: bool) -> None:
+    run_either(world, False, sequenced, sequence)

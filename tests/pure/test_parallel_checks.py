@@ -15,11 +15,12 @@ from torch.nn.functional import silu
 from tileweave.errors import InputError
 from tileweave.nn.linear import class_path
 from tileweave.parallel import checks, join_projections
-from tileweave.parallel.attentions import ATTENTIONS, Attention
+from tileweave.parallel.attentions import ATTENTIONS, Attention, role
 from tileweave.parallel.checks import counts_heads
 from tileweave.parallel.fused import FusedLayer, OwnHeads, SplitLinear, fused_layer, split
 from tileweave.parallel.heads import counts_of
 from tileweave.parallel.plans import Block, recognise
+from tileweave.parallel.trial import _class_of as watched_class
 
 
 def module_of(**layers: nn.Module) -> Any:
@@ -193,17 +194,16 @@ def test_norms_of_heads(norm: nn.Module, refused: str) -> None:
 
 
 def test_what_is_not_between_the_layers_of_a_block() -> None:
-    """A norm of what the last layer returns, if what it takes has another size."""
+    """A norm of as many features as the last layer returns: between the layers it would be an
+    error."""
     block, scale = Block("attention", ("q",), "o"), nn.Module()
     scale.weight = nn.Parameter(torch.ones(16))
     model = module_of(q=nn.Linear(16, 32), o=nn.Linear(32, 16))
-    square = module_of(q=nn.Linear(16, 16), o=nn.Linear(16, 16))
 
     def around(child: nn.Module, module: Any = model, *styled: str) -> bool:
         return checks._is_around(child, "attention.child", module, block, {*styled})
 
     assert around(nn.LayerNorm(16)) and around(nn.RMSNorm(16))
-    assert not around(nn.LayerNorm(16), square)
     assert not around(nn.LayerNorm(32)) and not around(nn.LayerNorm((1, 16)))
     assert not around(nn.BatchNorm1d(16)) and not around(scale)
     assert around(scale, model, "attention.child.q")
@@ -377,3 +377,26 @@ def test_names_of_keys() -> None:
         assert checks._of_keys(name)
     for name in ("q_proj", "wq", "num_heads", "query"):
         assert not checks._of_keys(name)
+
+
+# --- Names ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("q", "q q_proj Wq W_Q w_query to_q query queries fc_q q_linear query_layer linear_q qs"),
+        ("k", "k key keys k_lin to_k W_K key_proj proj_k attn_k k_mat"),
+        ("v", "v val value values v_net valueProj value_projection dense_v"),
+        ("", "o proj qk qkv c_attn kv quantize vision q_norm kernel question v1"),
+    ],
+)
+def test_roles_by_names(kind: str, names: str) -> None:
+    assert {name: role(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
+def test_each_made_class_has_a_code_of_its_own() -> None:
+    """torch.compile compiles one code a few times only, for all classes that have it."""
+    forwards = [watched_class(kind).forward for kind in (nn.Linear, nn.ReLU, nn.GELU)]
+    assert len({id(forward.__code__) for forward in forwards}) == 3
+    assert len({forward.__code__ for forward in forwards}) == 3

@@ -39,6 +39,9 @@ def make_class(
         A function of a module that returns this class for ``base`` and ``arguments``: a pickle has
         those in place of the class, which no module has.
     """
+    if "forward" in members:  # torch.compile limits recompilations, and skips, by code object
+        code = members["forward"].__code__
+        members["forward"].__code__ = code.replace(co_name=f"forward of {base.__qualname__}")
     # a metaclass of the module's own must stay one
     kind = MadeClass if type(base) in (type, MadeClass) else type(base)
     space = {**members, "__module__": base.__module__, "_made_by": (made_by, (base, *arguments))}

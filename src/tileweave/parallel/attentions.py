@@ -7,6 +7,7 @@ layer for q, k and v.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,19 @@ Sizes = dict[str, int]
 QKV = ("q_proj", "k_proj", "v_proj")
 # Attributes with the features of one head.
 HEAD_SIZES = ("attention_head_size", "head_dim", "head_size", "dim_head", "d_head")
+# Usual names of the linear layers that make queries, keys and values, without _ and in lower case.
+_NAME = re.compile(
+    "(?:w|to|fc|lin|linear|proj|dense|attn)?"
+    "(?:(?P<q>q|query|queries)|(?P<k>k|key|keys)|(?P<v>v|val|value|values))"
+    "(?:w|fc|s|mat|net|lin|linear|layer|proj|projection)?"
+)
+
+
+def role(name: str) -> str:
+    """ "q", "k" or "v" for a linear layer of a usual name, such as ``w_q`` or ``key_proj``; else
+    ""."""
+    found = _NAME.fullmatch(name.lower().replace("_", ""))
+    return (found and found.lastgroup) or ""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear, class_path, is_linear
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.attentions import HEAD_SIZES, features_of_head, known_attention
+from tileweave.parallel.attentions import HEAD_SIZES, features_of_head, known_attention, role
 from tileweave.parallel.experts import check_experts
 from tileweave.parallel.fused import (
     FusedLayer,
@@ -169,21 +169,22 @@ def check_plain(path: str, module: Any) -> None:
 
 def check_fused(
     model: nn.Module, layer: FusedLayer, styles: dict[str, Any], whole: set[str], size: int
-) -> None:
-    """Raise :class:`InputError` for a layer of several projections that cannot be split.
+) -> FusedLayer:
+    """Raise :class:`InputError` for a layer of several projections that cannot be split. Returns
+    it, and whether it takes the input of its module.
 
     ``styles``, ``whole``: as of :func:`check_block`.
     """
     module: Any = model.get_submodule(layer.path)
     # heads are those of its parts, which are checked below
-    block = replace(block_of(layer), shares=False)
-    check_block(model, block, styles, whole, size, {})
+    block = check_block(model, block_of(layer), styles, whole, size, {}, of_heads=False)
     paths = [f"{layer.path}.{name}" if layer.path else name for name in (layer.name, layer.row)]
     uses = uses_of(model)
     for path in paths:
         _check_own_weight(path, model.get_submodule(path), uses)
     head = features_of_head(module) or 1
     check_parts(paths[0], model.get_submodule(paths[0]), layer.sizes, size, layer.copies, head)
+    return replace(layer, shares=block.shares)
 
 
 def check_block(
@@ -194,18 +195,19 @@ def check_block(
     size: int,
     shared: dict[str, int],
     counted: Iterable[str] = (),
+    of_heads: bool = True,
 ) -> Block:
     """Raise :class:`InputError` if the module of ``block`` has parts of which it is not known what
     they see, or takes the heads of all ranks. Returns it, and whether its layers share its input.
 
     ``whole``: paths that the plan of transformers leaves whole. ``shared``: how many ranks compute
     the same features of a layer, by path. ``counted``: attributes of the module that become the
-    heads of one rank.
+    heads of one rank. ``of_heads``: check the numbers of heads, too.
     """
     module = model.get_submodule(block.path)
     dot = f"{block.path}." if block.path else ""
     copies = {name: shared[dot + name] for name in block.columns if dot + name in shared}
-    if block.shares:  # else it has style objects: its plan says which heads a rank has
+    if block.shares and of_heads:  # else it has style objects: its plan says which heads a rank has
         _check_heads(module, block, size, copies, counted)
     layers = (*block.columns, block.row)
     known = {*layers, *(name.partition(".")[0] for name in layers)}
@@ -310,14 +312,14 @@ def _check_norm_of_heads(path: str, norm: nn.Module, module: Any, block: Block) 
 
 
 def _is_around(child: nn.Module, path: str, module: Any, block: Block, styled: set[str]) -> bool:
-    """Whether ``child`` is surely not between the layers of ``block``: a norm of another size than
-    what they compute, or a part with layers of its own in the plan."""
+    """Whether ``child`` is surely not between the layers of ``block``: a part with layers of its
+    own in the plan, or a norm of as many features as the result has. Between the layers such a norm
+    would be an error, not another number."""
     if any(other.startswith(f"{path}.") for other in styled):
         return True
     row: Any = module.get_submodule(block.row)
     shapes = [tuple(p.shape) for p in child.parameters()]
-    hidden = row.out_features != row.in_features
-    return hidden and is_norm(child) and all(shape == (row.out_features,) for shape in shapes)
+    return is_norm(child) and all(shape == (row.out_features,) for shape in shapes)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -339,7 +341,7 @@ def _check_heads(
     for name, ranks in zip(columns, (copies.get(name, 1) for name in block.columns), strict=True):
         features = module.get_submodule(name).out_features
         # such as a gate with a number for each head; one key head may have as many features
-        by_head = head is not None and not _of_keys(name)
+        by_head = head is not None and not _of_keys(name) and role(name) not in ("k", "v")
         by_head = by_head and features * (head or 0) == of_heads and features % size == 0
         require(
             head is None or features * ranks // size % head == 0 or by_head,
@@ -369,8 +371,7 @@ def attributes_to_share(
 
     ``sizes``: features of each projection, where one layer computes them all.
     """
-    names = (*block.columns, block.row)
-    if block.within or any("." in name for name in names):
+    if block.within or any("." in name for name in block.columns):
         return {}, {}, False
     if not block.shares and head_size(module) is None:  # they may be those of one rank already
         return {}, {}, False
@@ -410,7 +411,12 @@ def _heads_of_all(
         return
     head = head_size(module)
     for name, value in _heads_in_forward(module):
-        sizes = {c: n for c, n in of_layers.items() if not _of_keys(name) or _of_keys(c.lower())}
+        of_keys = _of_keys(name)
+        sizes = {
+            layer: features
+            for layer, features in of_layers.items()
+            if not of_keys or _of_keys(layer) or role(layer) in ("k", "v")
+        }
         if of_heads and not _of_keys(name):
             sizes[""] = of_heads
         for layer, features in sizes.items():

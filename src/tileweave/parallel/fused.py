@@ -9,7 +9,7 @@ them is sharded. The module that calls it must take its share of every projectio
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,6 +246,7 @@ class FusedLayer:
     sizes : output features of each projection, by name; none: ranks take equal parts of the layer.
     copies : how many ranks compute the same features of a projection, by name; others: one.
     guessed : a trial must confirm the sizes.
+    shares : it takes the input of the module.
     """
 
     path: str
@@ -254,6 +255,7 @@ class FusedLayer:
     sizes: Mapping[str, int]
     copies: Mapping[str, int] = field(default_factory=dict)
     guessed: bool = False
+    shares: bool = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -276,10 +278,10 @@ def fused_layer(
     if layer is None or not is_linear(layer):
         return f"it is a {class_path(layer)}"
     if name in FUSED_GATE:
-        row = _row_after(module, name)
-        if row is None or layer.out_features != 2 * getattr(module, row).in_features:
+        rows = row_after(module, [name])
+        if len(rows) != 1 or layer.out_features != 2 * module.get_submodule(rows[0]).in_features:
             return "its features are not those of a gate and of an equal projection"
-        return gated_layer(model, path, name, row, size) or (
+        return gated_layer(model, path, name, rows[0], size) or (
             f"{type(module).__name__} does not treat features one by one"
         )
     known = known_attention(module)
@@ -299,31 +301,34 @@ def _shared_keys(copies: int) -> dict[str, int]:
     return dict.fromkeys((KEY, VALUE), copies) if copies > 1 else {}
 
 
-def _row_after(module: nn.Module, name: str) -> str | None:
-    """The one other linear layer of ``module``, which returns as many features as the layer
-    ``name`` takes; None if there is no such layer, or more."""
-    layer: Any = getattr(module, name)
-    rows = [
-        other
-        for other, child in module.named_children()
-        if other != name and is_linear(child) and child.out_features == layer.in_features
-    ]
-    return rows[0] if len(rows) == 1 else None
+def row_after(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """The other linear layers of ``module``, or first ones of a sequence in it, such as
+    ``to_out.0``, that return as many features as the first of the layers ``names`` takes."""
+    columns = [*names]
+    first: Any = module._modules.get(columns[0])
+    found = []
+    for name, child in module.named_children():
+        layer: Any = child
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child):
+            name, layer = f"{name}.0", child[0]
+        if name not in columns and is_linear(layer) and layer.out_features == first.in_features:
+            found.append(name)
+    return found
 
 
 def _guessed(module: Any, path: str, name: str, size: int) -> FusedLayer | None:
     """The layer as queries, keys and values one after the other, of which the queries have as many
     features as the one other linear layer of ``module`` takes; None if there is no such layer."""
-    row = _row_after(module, name)
-    if name not in FUSED_QKV or row is None:
+    rows = row_after(module, [name])
+    if name not in FUSED_QKV or len(rows) != 1:
         return None
-    queries = getattr(module, row).in_features
+    queries = module.get_submodule(rows[0]).in_features
     keys, rest = divmod(getattr(module, name).out_features - queries, 2)
     if rest or keys <= 0:
         return None
     sizes: dict[str, int] = dict(zip(QKV, (queries, keys, keys), strict=True))
     copies = _shared_keys(copies_of(keys, features_of_head(module), size))
-    return FusedLayer(path, name, row, sizes, copies, guessed=True)
+    return FusedLayer(path, name, rows[0], sizes, copies, guessed=True)
 
 
 def gated_layer(model: nn.Module, path: str, name: str, row: str, size: int) -> FusedLayer | None:
@@ -336,7 +341,7 @@ def gated_layer(model: nn.Module, path: str, name: str, row: str, size: int) -> 
     if layer is None or end is None or not is_linear(layer) or not is_linear(end):
         return None
     half: int = end.in_features
-    if layer.out_features != 2 * half or not splits_by_feature(module, name, row, size):
+    if layer.out_features != 2 * half or not splits_by_feature(module, name, row, size, 2):
         return None
     return FusedLayer(path, name, row, dict.fromkeys(GATE_UP, half))
 
@@ -390,27 +395,31 @@ def refuse_fused(path: str, reason: str) -> None:
     )
 
 
-def splits_by_feature(module: nn.Module, fused: str, row: str, size: int) -> bool:
-    """Whether ``module`` computes each feature of the input of ``row`` from the same feature of the
-    two halves of the output of ``fused``. Its forward is tried, with numbers in place of both."""
+def splits_by_feature(
+    module: nn.Module, column: str, row: str, size: int, projections: int
+) -> bool:
+    """Whether ``module`` computes each feature of the input of ``row`` from the same feature of
+    each projection in the output of ``column``. Its forward is tried, with numbers in place of
+    both."""
     tried: Any = copy.copy(module)
     tried._modules = dict(module._modules)
     given = _Given()
-    tried._modules[fused], tried._modules[row] = given, nn.Identity()
+    tried._modules[column], tried._modules[row] = given, _After(given)
     modes = [(part, part.training) for part in module.modules()]
     seed = torch.Generator().manual_seed(0)
-    gate, up = torch.randn(2, 1, 3, 4 * size, generator=seed)
+    numbers = torch.randn(projections, 1, 3, 4 * size, generator=seed)
+    x = torch.zeros(1, 3, getattr(module, column).in_features)
     try:
         for part, _ in modes:
             part.training = False
         tried.training = False
         with torch.no_grad(), torch.device("cpu"):
-            given.value = torch.cat([gate, up], dim=-1)
-            whole = tried(torch.zeros(1, 3, 4))
+            given.value = torch.cat([*numbers], dim=-1)
+            whole = tried(x)
             parts = []
-            for own in zip(gate.chunk(size, -1), up.chunk(size, -1), strict=True):
+            for own in zip(*(each.chunk(size, -1) for each in numbers), strict=True):
                 given.value = torch.cat(own, dim=-1)
-                parts.append(tried(torch.zeros(1, 3, 4)))
+                parts.append(tried(x))
             return torch.allclose(torch.cat(parts, dim=-1), whole)
     except UNFIT:  # it asks for more
         return False
@@ -423,9 +432,28 @@ class _Given(nn.Module):
     """Returns ``value``, whatever it is called with."""
 
     value: torch.Tensor
+    weight = torch.empty(())  # its dtype may be asked for
+    called = False
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
+        self.called = True
         return self.value
+
+
+class _After(nn.Module):
+    """Returns its input, after ``given`` was called."""
+
+    weight = _Given.weight
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.given.called:
+            raise RuntimeError("called before the other layer")
+        self.given.called = False
+        return x
 
 
 def is_fused(module: object, name: str) -> bool:

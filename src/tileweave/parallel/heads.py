@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from tileweave.parallel.attentions import (
     features_of_head,
     known_attention,
+    role,
     takes_equal_parts,
 )
 from tileweave.parallel.fused import FusedLayer, copies_of
 from tileweave.parallel.plans import Block
 from tileweave.parallel.styles import Colwise
 
-KEYS = ("k_proj", "v_proj", "wk", "wv", "key", "value", "k_lin", "v_lin")
 # Attributes with the number of query heads that use one head of keys and values.
 GROUPS = ("num_key_value_groups", "n_rep")
 
@@ -62,7 +62,7 @@ def shared_keys(
     dot, found = f"{block.path}." if block.path else "", {}
     for name in block.columns:
         layer = model.get_submodule(dot + name)
-        if {*KEYS} & {*name.split(".")}:  # inside of LoRA it has another name
+        if any(role(part) in ("k", "v") for part in name.split(".")):  # LoRA has names inside
             style, features = styles.get(dot + name), getattr(layer, "out_features", 0)
             own = isinstance(style, Colwise)
             found[dot + name] = style.copies_of("") if own else copies_of(features, head, size)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import class_path, is_linear
-from tileweave.parallel.attentions import known_attention, takes_equal_parts
+from tileweave.parallel.attentions import known_attention, role, takes_equal_parts
 from tileweave.parallel.fused import (
     FUSED,
     FUSED_GATE,
@@ -26,6 +26,8 @@ from tileweave.parallel.fused import (
     is_adapter,
     is_fused,
     refuse_fused,
+    row_after,
+    splits_by_feature,
 )
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise, SequenceParallel
 
@@ -110,6 +112,8 @@ class Block:
     an attention, and its layers take what those made.
 
     ``within``: the part of the module that has the column-parallel layers, if it is not the module.
+
+    ``guessed``: by layers of unusual names: it stays whole if it does not pass a check.
     """
 
     path: str
@@ -117,6 +121,7 @@ class Block:
     row: str
     shares: bool = True
     within: str = ""
+    guessed: bool = False
 
     @property
     def taking(self) -> str:
@@ -131,7 +136,7 @@ class Block:
 
 def block_of(layer: FusedLayer) -> Block:
     """The module of ``layer``, before that is split."""
-    return Block(layer.path, (layer.name,), layer.row)
+    return Block(layer.path, (layer.name,), layer.row, layer.shares)
 
 
 def recognise(
@@ -162,6 +167,7 @@ def recognise(
             for inner, part in child.named_children()
             if isinstance(part, nn.Linear)
         }
+        before = len(found) + len(fused)
         for columns, row in NAMES:
             if names.issuperset((*columns, row)):
                 within = columns[0].rpartition(".")[0]
@@ -172,6 +178,12 @@ def recognise(
                 else:
                     fused.append(layer)
                 names -= {*columns, row}
+        if guess and before == len(found) + len(fused):
+            guessed = _attention(path, module) or _mlp(model, path, size)
+            if isinstance(guessed, Block):
+                found.append(guessed)
+            elif guessed is not None:
+                fused.append(guessed)
     known = (*NAMES[:5], (FUSED_GATE, "down_proj"))
     require(
         bool(found or fused),
@@ -184,6 +196,42 @@ def recognise(
         'pass plan={"pattern": "colwise" or "rowwise", ...}',
     )
     return found, fused
+
+
+def _attention(path: str, module: nn.Module) -> Block | None:
+    """The module at ``path`` as an attention with layers of other names than in ``NAMES``: one each
+    for queries, keys and values, and one that takes what heads compute; else None."""
+    layers: dict[str, Any] = {name: m for name, m in module.named_children() if is_linear(m)}
+    by_role = {role(name): name for name in layers}
+    names = [by_role[kind] for kind in "qkv" if kind in by_role]
+    if len(names) != 3 or len(layers) not in (3, 4):
+        return None
+    rows = row_after(module, names)
+    if len(rows) != 1:
+        return None
+    return Block(path, tuple(names), rows[0], guessed=True)
+
+
+def _mlp(model: nn.Module, path: str, size: int) -> Block | FusedLayer | None:
+    """The module at ``path`` as an MLP of two layers of any names, if a trial shows that it
+    computes features one by one; else None."""
+    module: Any = model.get_submodule(path)
+    layers = [(name, layer) for name, layer in module.named_children() if is_linear(layer)]
+    if len(layers) != 2:
+        return None
+    for (column, first), (row, last) in (layers, layers[::-1]):
+        inner: int = last.in_features  # type: ignore[assignment]
+        known = {*first.parameters(), *last.parameters()}
+        known |= {p for n in module.children() if _is_norm(n) for p in n.parameters()}
+        fits = first.in_features == last.out_features and inner % size == 0
+        if not fits or not known.issuperset(module.parameters()):
+            continue
+        if first.out_features == inner and splits_by_feature(module, column, row, size, 1):
+            return Block(path, (column,), row, shares=False, guessed=True)
+        layer = gated_layer(model, path, column, row, size)
+        if layer is not None:
+            return layer
+    return None
 
 
 def _gated(model: nn.Module, block: Block, size: int) -> FusedLayer | None:

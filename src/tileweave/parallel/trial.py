@@ -346,7 +346,14 @@ def _is_plain(given: Any) -> bool:
 
 
 def _cloned(given: Any) -> Any:
-    return mapped(given, lambda t: t.detach().clone())
+    made: dict[int, torch.Tensor] = {}  # what is one tensor stays one
+
+    def clone(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in made:
+            made[id(t)] = t.detach().clone()
+        return made[id(t)]
+
+    return mapped(given, clone)
 
 
 @contextmanager
@@ -574,7 +581,7 @@ class _Trial:
         again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
         for name, (_, own) in counts.items():
             setattr(again, name, own)
-        args, kwargs = _cloned(self.args), _cloned(self.kwargs)
+        args, kwargs = _cloned((self.args, self.kwargs))
         if narrow:
             args, kwargs = _narrowed(again, self.tried, args, kwargs)
         y = self.forward(again, *args, **kwargs)

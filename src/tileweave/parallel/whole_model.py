@@ -100,12 +100,14 @@ def parallelize(
     ``gate_up_proj``, becomes a layer for each, where its module is known to compute heads or
     features one by one (in transformers Phi-3, GLM, GPT-2, BLOOM, Falcon, MPT and others), or where
     a trial shows it, as for the attentions of nanoGPT, timm and gpt-fast; others are refused, or
-    take ``Colwise(parts=...)``. With fewer heads of keys and values than ranks, ranks share a head.
-    Attributes of an attention with the number of heads, or of their features, become those of one
-    rank, if a trial shows that they are no more; so does the number of features of its input, which
-    a forward may take for those of all heads. Stacked experts of transformers are sharded by
-    expert: tokens are sent to them. The state_dict keeps the names and shapes of ``model``.
-    ``save_pretrained`` of transformers writes whole weights; all ranks must call it.
+    take ``Colwise(parts=...)``. torch's ``nn.MultiheadAttention`` is sharded by heads, too, unless
+    it has ``add_bias_kv``, ``add_zero_attn``, ``kdim`` or ``vdim``. With fewer heads of keys and
+    values than ranks, ranks share a head. Attributes of an attention with the number of heads, or
+    of their features, become those of one rank, if a trial shows that they are no more; so does the
+    number of features of its input, which a forward may take for those of all heads. Stacked
+    experts of transformers are sharded by expert: tokens are sent to them. The state_dict keeps the
+    names and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all
+    ranks must call it.
 
     Parameters
     ----------
@@ -117,9 +119,11 @@ def parallelize(
         group.
 
     plan : "auto" or dict
-        "auto": the plan of a transformers model, else layers are recognised by their names, such as
-        ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``gate_proj``, ``up_proj``,
-        ``down_proj``.
+        "auto": the plan of a transformers model, else attentions are recognised by the names of
+        their layers for queries, keys and values, such as ``q_proj``, ``W_q``, ``to_q``,
+        ``queries``, and MLPs by their names, such as ``gate_proj``, ``up_proj``, ``down_proj``, or
+        by a trial, if they have two linear layers and nothing else between them than what computes
+        features one by one. What a check of such a guess does not pass stays whole on every rank.
 
         A dict gives a style for each pattern of module paths (``fnmatch``, such as
         ``"layers.*.wq"``): "colwise", "rowwise", "sequence_parallel" (its input is a part: own
@@ -130,11 +134,13 @@ def parallelize(
     sequence_parallel : bool
         False: activations between layers are the same on every rank, and each row-parallel layer
         ends in an all-reduce. True: between layers each rank has its rows; they are gathered for
-        attention and MLP, and scattered after them, fused with the matmuls. The first block of a
-        list (``ModuleList``, ``ModuleDict``, ``Sequential``) takes this rank's rows of its input,
-        the output of the last one is gathered. Without such a list the model takes and returns this
-        rank's rows. With the plan "auto", a module with layers that are not in the plan takes all
-        rows on every rank, which costs a gather; a warning has its path.
+        attention and MLP, and scattered after them, fused with the matmuls. In a list of blocks
+        (``ModuleList``, ``ModuleDict``, ``Sequential``) the first one with layers of the plan takes
+        this rank's rows of its first argument, the output of the last one is gathered. Gradients of
+        its other arguments are summed over ranks. Layers outside of lists see all rows, and take
+        the all-reduce form. Without a list the model takes and returns this rank's rows. With the
+        plan "auto", a module with layers that are not in the plan takes all rows on every rank,
+        which costs a gather; a warning has its path.
 
     sequence_dim : int
         With ``sequence_parallel``: the dimension of rows, 1 for activations [batch, sequence,
@@ -184,7 +190,7 @@ def parallelize(
     at = sequence_dim if sequence_parallel else None
     for layer in found.fused:
         split(model, layer, size)
-        blocks.append(Block(layer.path, layer.columns, layer.row))
+        blocks.append(replace(block_of(layer), columns=layer.columns))
         styles.update(blocks[-1].paths())
     over = mesh_of(flat, device)
     # styles of whole modules come after those of the linear layers in them
@@ -298,13 +304,15 @@ def _checked(
         found.append(check_block(model, block, styled, whole, size, heads.shared, counted))
         if check and not found[-1].shares:
             heads.widen(block.path)
-    for layer in fused:
-        check_fused(model, layer, styled, whole, size)
+    for number, layer in enumerate(fused):
+        fused[number] = check_fused(model, layer, styled, whole, size)
         if layer.guessed:
             module = model.get_submodule(layer.path)
             share = attributes_to_share(module, block_of(layer), size, layer.sizes)
             heads.guess(layer.path, *share)
             heads.guessed.add(layer.path)
+            if not fused[number].shares:
+                heads.widen(layer.path)
     return found
 
 
@@ -406,9 +414,24 @@ def _recognised(
     model: nn.Module, size: int, guess: bool
 ) -> tuple[Styles, list[Block], list[FusedLayer], set[str]]:
     blocks, fused = recognise(model, size, guess)
+    blocks = [block for block in blocks if not block.guessed or _passes(model, block, size)]
     styles: Styles = {path: kind for b in blocks for path, kind in b.paths().items()}
     styles.update(dict.fromkeys(experts_of(model, size), EXPERTS))
     return styles, blocks, fused, set()
+
+
+def _passes(model: nn.Module, block: Block, size: int) -> bool:
+    """Whether a plan of ``block`` alone passes all checks."""
+    styles: Styles = {**block.paths()}
+    try:
+        heads = Heads.of(model, [block], [], styles, size)
+        check_styles(model, styles, size, heads.shared)
+        _checked(model, [block], [], styles, set(), heads, size, True)
+        _tried(model, styles, [], heads, size, None)
+    except InputError as error:
+        _LOG.info("%s stays whole on every rank: %s", block.path, error)
+        return False
+    return True
 
 
 def _tried(
@@ -492,23 +515,18 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _outer_lists(model: nn.Module, paths: list[str]) -> list[list[tuple[str, nn.Module]]]:
-    """The blocks (path, module) of each list that has modules of ``paths`` in its blocks."""
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, CONTAINERS)
-        and any(p.startswith(f"{path}.") and p.count(".") >= path.count(".") + 2 for p in paths)
-        and not (isinstance(module, nn.ModuleDict) and not _all_planned(path, module, paths))
-    }
-    return [
-        [(f"{path}.{name}", block) for name, block in module.named_children()]
-        for path, module in lists.items()
-        if not any(path.startswith(f"{other}.") for other in lists)
-    ]
-
-
-def _all_planned(path: str, module: nn.Module, paths: list[str]) -> bool:
-    """Whether each child has layers of the plan. A ModuleDict without that is no list of blocks:
-    embedding, blocks and norm, as in nanoGPT."""
-    children = [f"{path}.{name}." for name, _ in module.named_children()]
-    return all(any(p.startswith(child) for p in paths) for child in children)
+    """The blocks (path, module) of each list that has modules of ``paths`` in its blocks: those
+    from the first to the last one with such modules. Others, as an embedding, see all rows."""
+    found: list[list[tuple[str, nn.Module]]] = []
+    inside: list[str] = []
+    for path, module in model.named_modules():  # lists before those in them
+        dot = f"{path}." if path else ""
+        if not isinstance(module, CONTAINERS) or dot.startswith((*inside, "\0")):
+            continue
+        blocks = [(dot + name, block) for name, block in module.named_children()]
+        has = [any(p.startswith(f"{block}.") for p in paths) for block, _ in blocks]
+        # a ModuleDict may be no list of blocks: embedding, blocks and norm, as in nanoGPT
+        if any(has) and (all(has) or not isinstance(module, nn.ModuleDict)):
+            found.append(blocks[has.index(True) : len(has) - has[::-1].index(True)])
+            inside.append(dot)
+    return found
