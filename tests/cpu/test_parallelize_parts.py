@@ -472,3 +472,89 @@ def sequenced(me: Member, sequence: bool) -> None:
 @FORMS
 def test_a_model_that_is_a_sequence(world: World, sequence: bool) -> None:
     run_either(world, False, sequenced, sequence)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gamma
+
+
+class Beside(nn.Module):
+    """Called by another method than its forward, with the rows of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(16), nn.Parameter(torch.ones(16, 16))
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) @ self.weight
+
+
+class Body(nn.Module):
+    """As in vit-pytorch: each layer is a list, and residuals are in this forward."""
+
+    def __init__(self, layers: Any, last: nn.Module) -> None:
+        super().__init__()
+        parts = ([layer.self_attn, Scale(), layer.mlp] for layer in layers)
+        self.layers, self.last = nn.ModuleList(map(nn.ModuleList, parts)), last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for attention, scale, mlp in self.layers:  # type: ignore[misc]
+            x = x + scale(attention(x, 0.5))
+            x = x + mlp(x)
+        last: Any = self.last
+        return last.mix(x) if isinstance(last, Beside) else last(x)
+
+
+class Lists(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        made = model()
+        self.embed, self.head = made.embed, nn.Linear(16, 11)
+        self.body = Body(made.layers, last)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(ids)))
+
+
+class Mean(nn.Module):
+    """Of all rows, which is that of one rank's rows here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+def lists(last: type[nn.Module]) -> Lists:
+    torch.manual_seed(0)
+    return Lists(last())
+
+
+def of_lists(me: Member, sequence: bool) -> list[str]:
+    """Hooks of blocks that are lists never ran: gradients were those of all ranks together."""
+    part = tw.parallelize(lists(nn.Identity), sequence_parallel=sequence)
+    compare(part, lists(nn.Identity))
+    if not sequence:
+        return []
+    alone = nn.ModuleList(nn.ModuleList([layer.self_attn, layer.mlp]) for layer in model().layers)
+    return [
+        refusal(tw.parallelize(lists(Mean), sequence_parallel=True), ids_of()),
+        refusal(tw.parallelize, lists(Beside), sequence_parallel=True),
+        refusal(tw.parallelize, alone, sequence_parallel=True),
+    ]
+
+
+@FORMS
+def test_layers_that_are_lists(world: World, sequence: bool) -> None:
+    named = (
+        "body with sequence_parallel=True, which returns (2, 16) for (2, 3, 16)",
+        "sequence_parallel=True with body.last, a Beside which the plan does not have",
+        "sequence_parallel=True with ModuleList, a list of lists of layers",
+    )
+    for errors in run_either(world, False, of_lists, sequence):
+        assert len(errors) == 3 * sequence
+        for error, text in zip(errors, named, strict=False):
+            assert text in error, (text, error)

@@ -50,7 +50,7 @@ class OwnRows:
         first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
         for _, block in blocks:
             block.register_forward_pre_hook(self.sum_gradients, with_kwargs=True)
-        blocks[-1][1].register_forward_hook(self.end)
+        blocks[-1][1].register_forward_hook(self.end, with_kwargs=True)
 
     def begin(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,11 +102,17 @@ class OwnRows:
             )
         return own_part(x, self.dim, self.group_name)
 
-    def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+    def end(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         self.open = False
-        if isinstance(y, torch.Tensor):
-            return gather_parts(y, self.dim, self.group_name)
-        return (gather_parts(y[0], self.dim, self.group_name), *y[1:])
+        x, first = _rows_of(args, kwargs)[1], y if isinstance(y, torch.Tensor) else y[0]
+        if first.dim() != x.dim() or first.shape[self.dim] != x.shape[self.dim]:
+            raise InputError(
+                f"asked: {self.last} with sequence_parallel=True, which returns "
+                f"{tuple(first.shape)} for {tuple(x.shape)}, the rows of one rank; allowed: as "
+                "many rows; remedy: pass sequence_parallel=False to tileweave.parallelize"
+            )
+        whole = gather_parts(first, self.dim, self.group_name)
+        return whole if isinstance(y, torch.Tensor) else (whole, *y[1:])
 
     def refuse(self, path: str, missing: str) -> NoReturn:
         """Raise :class:`InputError`: ``path`` runs without the block ``missing``."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import class_path, is_linear
@@ -150,7 +152,11 @@ def recognise(
     """
     found, fused = [], []
     for path, module in model.named_modules():
-        children = {name for name, child in module.named_children() if not _is_norm(child)}
+        children = {
+            name
+            for name, child in module.named_children()
+            if not _is_norm(child) and not isinstance(child, _ConvNd)
+        }
         several = sorted(name for name in children if is_fused(module, name))
         for name in several:
             layer = getattr(module, name)
@@ -204,7 +210,9 @@ def _attention(path: str, module: nn.Module) -> Block | None:
     layers: dict[str, Any] = {name: m for name, m in module.named_children() if is_linear(m)}
     by_role = {role(name): name for name in layers}
     names = [by_role[kind] for kind in "qkv" if kind in by_role]
-    if len(names) != 3 or len(layers) not in (3, 4):
+    # a bias of scores would be that of all heads
+    biased = any("bias" in name for name in signature(module.forward).parameters)
+    if len(names) != 3 or len(layers) not in (3, 4) or biased:
         return None
     rows = row_after(module, names)
     if len(rows) != 1:

@@ -22,6 +22,7 @@ from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.attentions import known_attention
+from tileweave.parallel.check_rows import check_own_rows, routed_parts
 from tileweave.parallel.checks import (
     attributes_to_share,
     check_between,
@@ -29,10 +30,8 @@ from tileweave.parallel.checks import (
     check_fused,
     check_hooks,
     check_no_wrapper,
-    check_own_rows,
     check_styles,
     counts_heads,
-    routed_parts,
 )
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
@@ -526,7 +525,27 @@ def _outer_lists(model: nn.Module, paths: list[str]) -> list[list[tuple[str, nn.
         blocks = [(dot + name, block) for name, block in module.named_children()]
         has = [any(p.startswith(f"{block}.") for p in paths) for block, _ in blocks]
         # a ModuleDict may be no list of blocks: embedding, blocks and norm, as in nanoGPT
-        if any(has) and (all(has) or not isinstance(module, nn.ModuleDict)):
-            found.append(blocks[has.index(True) : len(has) - has[::-1].index(True)])
-            inside.append(dot)
+        if not any(has) or (isinstance(module, nn.ModuleDict) and not all(has)):
+            continue
+        blocks = blocks[has.index(True) : len(has) - has[::-1].index(True)]
+        if any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for _, block in blocks):
+            blocks = [_around(model, path)]
+        found.append(blocks)
+        inside.append(f"{blocks[0][0]}." if len(blocks) == 1 else dot)
     return found
+
+
+def _around(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """The module around the list at ``path``, whose forward calls what is in its lists."""
+    parent, module = path, model.get_submodule(path)
+    while parent and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        parent = parent.rpartition(".")[0]
+        module = model.get_submodule(parent)
+    require(
+        bool(parent),
+        f"sequence_parallel=True with {path or type(model).__name__}, a list of lists of layers",
+        "a list of blocks, or such a list in a module of its own without other layers",
+        "put the layers of a block, and what is between them, into one module, or pass "
+        "sequence_parallel=False",
+    )
+    return parent, module
