@@ -3,6 +3,7 @@ show to be such. Against the unsplit model."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,56 @@ class Separate(nn.Module):
         return y
 
 
+class Configured(nn.Module):
+    """Takes all numbers from a configuration, which its block shares."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.query, self.key, self.value, self.dense = (
+            nn.Linear(config.n_embd, config.n_embd) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], self.config.n_head, self.config.n_embd // self.config.n_head)
+        q, k, v = (
+            layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        y = scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.dense(y.reshape(*x.shape[:2], self.config.n_embd))
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_attention_heads, self.all_head_size = HEADS, WIDTH
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.num_attention_heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        y = scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+        return y.view(*y.shape[:2], self.all_head_size)
+
+
+class Inside(nn.Module):
+    """As in BERT: the layer at the end is in another module; numbers are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.output = Projections(), nn.Module()
+        self.output.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output.dense(self.self(x))  # type: ignore[operator]
+
+
+def configured() -> nn.Module:
+    return Configured(SimpleNamespace(n_head=HEADS, n_embd=WIDTH, vocab=37))
+
+
 class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, gate = x.chunk(2, dim=-1)
@@ -133,6 +184,8 @@ ATTENTIONS: dict[str, Any] = {
     "words": Words,
     "patches": Patches,
     "separate": Separate,
+    "configured": configured,
+    "inside": Inside,
 }
 MLPS: dict[str, Any] = {
     "sequence": lambda: sequence(nn.GELU()),
@@ -201,3 +254,16 @@ def test_attentions(worlds: Worlds, attention: str, size: int, sequence: bool) -
 @pytest.mark.parametrize("mlp", [*MLPS, *WHOLE])
 def test_mlps(worlds: Worlds, mlp: str, sequence: bool) -> None:
     run_either(worlds("gloo", 2), False, right, "words", mlp, sequence)
+
+
+def shared_configuration(me: Member) -> None:
+    config = SimpleNamespace(n_head=HEADS, n_embd=WIDTH)
+    part = nn.Sequential(*(Block(Configured(config), sequence(nn.GELU())) for _ in range(2)))
+    tw.parallelize(part)
+    assert (config.n_head, config.n_embd) == (HEADS, WIDTH)
+    own = part[0].attention.config  # type: ignore[union-attr]
+    assert (own.n_head, own.n_embd) == (HEADS // 2, WIDTH // 2)
+
+
+def test_a_configuration_of_all_modules_stays(worlds: Worlds) -> None:
+    run_either(worlds("gloo", 2), False, shared_configuration)

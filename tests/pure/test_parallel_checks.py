@@ -314,7 +314,13 @@ def test_numbers_of_heads_to_share(
     alone = replace(block, shares=False)
     assert checks.attributes_to_share(module, alone, ranks) == (objects, {}, False)
     inner = Block("layer", tuple(f"attention.{name}" for name in sizes), "o", within="attention")
-    assert checks.attributes_to_share(module_of(attention=module), inner, ranks) == ({}, {}, False)
+    around = module_of(attention=module, o=module.o)
+    inside = {f"attention.{name}": numbers for name, numbers in counts.items()}
+    assert checks.attributes_to_share(around, inner, ranks) == (inside, {}, False)
+    for name in counts:  # in its configuration
+        module.config = SimpleNamespace(**{name: vars(module).pop(name)})
+    configured = {f"config.{name}": numbers for name, numbers in counts.items()}
+    assert checks.attributes_to_share(module, block, ranks) == (configured, {}, False)
 
 
 def test_features_of_the_input_to_share() -> None:

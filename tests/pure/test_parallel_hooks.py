@@ -48,12 +48,13 @@ def test_the_first_block_takes_own_rows_and_all_other_arguments() -> None:
     assert torch.equal(kwargs["hidden_states"], own) and kwargs["mask"] is MASK
     with pytest.raises(InputError, match="allowed: a multiple of 2"):
         hooks.begin(first, (X[:, :5],), {})
-    assert torch.equal(hooks.end(last, (own,), {}, own), torch.cat([own, own], 1))
-    given = {"hidden_states": own}
-    assert equal(hooks.end(last, (), given, (own, MASK)), (torch.cat([own, own], 1), MASK))
+    for given in (((own, MASK), {}), ((), {"mask": MASK, "hidden_states": own})):
+        assert hooks.sum_gradients(last, *given) == given
+        assert torch.equal(hooks.end(last, (), own), torch.cat([own, own], 1))
+    assert equal(hooks.end(last, (), (own, MASK)), (torch.cat([own, own], 1), MASK))
     for other in (own[:, :1], own[:, 0]):
         with pytest.raises(InputError, match="the rows of one rank; allowed: as many rows"):
-            hooks.end(last, (own,), {}, other)
+            hooks.end(last, (), other)
 
 
 def test_a_module_of_all_rows_gathers_one_tensor_alone() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from inspect import getattr_static
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -328,6 +330,7 @@ def _check_heads(
 ) -> None:
     if block.within:
         module = module.get_submodule(block.within)
+        counted = [name.removeprefix(f"{block.within}.") for name in counted]
     head = head_size(module)
     columns = [name.removeprefix(f"{block.within}.") for name in block.columns]
     of_heads = module.get_submodule(columns[0]).out_features
@@ -364,18 +367,21 @@ def attributes_to_share(
 
     ``sizes``: features of each projection, where one layer computes them all.
     """
-    if block.within or any("." in name for name in block.columns):
-        return {}, {}, False
-    if not block.shares and head_size(module) is None:  # they may be those of one rank already
-        return {}, {}, False
     of_heads = module.get_submodule(block.row).in_features
-    of_layers = dict(sizes or _out_features(module, block.columns))
-    heads = {name: number for name, number, *_ in _heads_of_all(module, of_layers, of_heads)}
-    used = set() if known_attention(module) else _names_in(type(module), "forward", set())
-    features = {name: of_heads for name in sorted(used) if vars(module).get(name) == of_heads}
-    inputs = {module.get_submodule(name).in_features for name in block.columns}
-    narrows = block.shares and inputs == {of_heads} and of_heads % size == 0
-    return _of_one_rank(module, heads, size), _of_one_rank(module, features, size), narrows
+    dot = f"{block.within}." if block.within else ""
+    columns = [name.removeprefix(dot) for name in block.columns]
+    inner = module.get_submodule(block.within)
+    if any("." in name for name in columns):
+        return {}, {}, False
+    if not block.shares and head_size(inner) is None:  # they may be those of one rank already
+        return {}, {}, False
+    of_layers = dict(sizes or _out_features(inner, columns))
+    heads = {dot + name: number for name, number, *_ in _heads_of_all(inner, of_layers, of_heads)}
+    features = {dot + name: number for name, number in _numbers_in_forward(inner)}
+    features = {name: number for name, number in features.items() if number == of_heads}
+    inputs = {inner.get_submodule(name).in_features for name in columns}
+    narrows = block.shares and not dot and inputs == {of_heads} and of_heads % size == 0
+    return _of_one_rank(heads, size), _of_one_rank(features, size), narrows
 
 
 def _out_features(module: nn.Module, layers: Iterable[str]) -> dict[str, int]:
@@ -383,13 +389,12 @@ def _out_features(module: nn.Module, layers: Iterable[str]) -> dict[str, int]:
     return {name: layer.out_features for name, layer in found.items()}
 
 
-def _of_one_rank(module: Any, numbers: dict[str, int], size: int) -> Counts:
-    """The numbers of all ranks and of one, of attributes that a module itself has."""
-    own = vars(module)
+def _of_one_rank(numbers: dict[str, int], size: int) -> Counts:
+    """The numbers of all ranks and of one."""
     return {
         name: (value, max(1, value // size))
         for name, value in numbers.items()
-        if type(own.get(name)) is int and (value % size == 0 or size % value == 0)
+        if value % size == 0 or size % value == 0
     }
 
 
@@ -429,17 +434,32 @@ def _of_keys(name: str) -> bool:
 
 
 def _heads_in_forward(module: Any) -> Iterator[tuple[str, int]]:
-    """Attributes of ``module`` or of its config that its forward uses as numbers of heads."""
-    config = getattr(module, "config", None)
-    for name in sorted(_names_in(type(module), "forward", set())):
+    """Those of :func:`_numbers_in_forward` that are numbers of heads, by their names."""
+    for path, value in _numbers_in_forward(module):
+        name = path.rpartition(".")[2]
         words = name.lower()
         counts = "head" in words and not any(w in words for w in ("dim", "size", "mask", "group"))
-        if name in HEAD_SIZES or not (counts or name in ("h", "nh")):
+        if name not in HEAD_SIZES and (counts or name in ("h", "nh")):
+            yield path, value
+
+
+def _numbers_in_forward(module: Any) -> Iterator[tuple[str, int]]:
+    """Attributes of ``module``, or of a configuration that it has, that its forward takes, and that
+    are whole numbers above 1: "n_head", "config.n_head"."""
+    if known_attention(module):
+        return
+    # functions that a forward calls may take the configuration
+    names = sorted({*_names_in(type(module), "forward", set()), "config"})
+    for name in names:
+        inner = vars(module).get(name, getattr_static(type(module), name, None))
+        if type(inner) is int and inner > 1:
+            yield name, inner
+        if name not in vars(module) or isinstance(inner, torch.Tensor):
             continue
-        value = getattr(module, name, None)
-        value = getattr(config, name, None) if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-            yield name, value
+        for other in names:
+            number = getattr(inner, other, None)
+            if type(number) is int and number > 1 and getattr(module, other, None) is None:
+                yield f"{name}.{other}", number
 
 
 def _names_in(kind: type, method: str, seen: set[str]) -> set[str]:

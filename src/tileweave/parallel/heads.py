@@ -21,14 +21,15 @@ from tileweave.parallel.attentions import (
     role,
     takes_equal_parts,
 )
-from tileweave.parallel.fused import FusedLayer, copies_of
+from tileweave.parallel.fused import FusedLayer, OwnHeads, copies_of
 from tileweave.parallel.plans import Block
 from tileweave.parallel.styles import Colwise
 
 # Attributes with the number of query heads that use one head of keys and values.
 GROUPS = ("num_key_value_groups", "n_rep")
 
-Counts = dict[str, tuple[int, int]]  # numbers of all ranks and of one, by name of the attribute
+# Numbers of all ranks and of one, by name of the attribute: also "config.n_head".
+Counts = dict[str, tuple[int, int]]
 
 
 class Form(NamedTuple):
@@ -173,4 +174,18 @@ def take_own_heads(module: nn.Module, counts: Counts, mesh: DeviceMesh) -> None:
             hook = OwnHeadsOf(name, places.index(name) - 1, counts[heads][0], mesh)
             module.register_forward_pre_hook(hook, with_kwargs=True)
     for name, (_, own) in counts.items():
-        setattr(module, name, own)
+        set_number(module, name, own)
+
+
+def set_number(module: nn.Module, name: str, number: int) -> None:
+    """Set an attribute of ``module``, of a module in it or of its configuration, such as
+    "config.n_head". The configuration of other modules stays."""
+    owner: Any = module
+    *path, last = name.split(".")
+    for step in path:
+        inner = getattr(owner, step)
+        if not isinstance(inner, (nn.Module, OwnHeads)):
+            inner = OwnHeads(inner)
+            setattr(owner, step, inner)
+        owner = inner
+    setattr(owner, last, number)

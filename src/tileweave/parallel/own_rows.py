@@ -39,18 +39,20 @@ class OwnRows:
     watched : list of (path, module)
         Modules that see own rows, whose hooks must only read.
 
-    ``open``: the first block has begun, and the last one has not ended.
+    ``open``: the first block has begun, and the last one has not ended. ``shape``: of the rows that
+    the last called block got.
     """
 
     def __init__(self, blocks: Blocks, watched: Blocks, group_name: str, dim: int) -> None:
         self.path, first = blocks[0]
         self.first, self.last, self.open = first, blocks[-1][0], False
         self.watched, self.group_name, self.dim = watched, group_name, dim
-        # before other hooks: the first block may gather its input again
-        first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        self.shape = torch.Size()
+        # before other hooks: a block may gather its input again
         for _, block in blocks:
-            block.register_forward_pre_hook(self.sum_gradients, with_kwargs=True)
-        blocks[-1][1].register_forward_hook(self.end, with_kwargs=True)
+            block.register_forward_pre_hook(self.sum_gradients, with_kwargs=True, prepend=True)
+        first.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        blocks[-1][1].register_forward_hook(self.end)
 
     def begin(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -67,6 +69,7 @@ class OwnRows:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, x = _rows_of(args, kwargs)
+        self.shape = x.shape
 
         def has_all(t: torch.Tensor) -> bool:
             if t is x or not t.requires_grad:
@@ -102,13 +105,13 @@ class OwnRows:
             )
         return own_part(x, self.dim, self.group_name)
 
-    def end(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+    def end(self, _: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
         self.open = False
-        x, first = _rows_of(args, kwargs)[1], y if isinstance(y, torch.Tensor) else y[0]
-        if first.dim() != x.dim() or first.shape[self.dim] != x.shape[self.dim]:
+        first, shape = y if isinstance(y, torch.Tensor) else y[0], self.shape
+        if first.dim() != len(shape) or first.shape[self.dim] != shape[self.dim]:
             raise InputError(
                 f"asked: {self.last} with sequence_parallel=True, which returns "
-                f"{tuple(first.shape)} for {tuple(x.shape)}, the rows of one rank; allowed: as "
+                f"{tuple(first.shape)} for {tuple(shape)}, the rows of one rank; allowed: as "
                 "many rows; remedy: pass sequence_parallel=False to tileweave.parallelize"
             )
         whole = gather_parts(first, self.dim, self.group_name)

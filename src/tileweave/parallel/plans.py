@@ -46,6 +46,8 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("up_proj",), "down_proj"),
     (("w1",), "w2"),
     (("w12",), "w3"),  # DINOv2
+    (("wi_0", "wi_1"), "wo"),  # T5
+    (("wi",), "wo"),
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
     (("fc_in",), "fc_out"),  # GPT-J

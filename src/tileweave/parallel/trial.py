@@ -35,7 +35,7 @@ from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
 from tileweave.parallel.fused import FOREIGN, FUSED, SplitLinear
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
-from tileweave.parallel.heads import Counts, Form
+from tileweave.parallel.heads import Counts, Form, set_number
 from tileweave.parallel.hooks import (
     BACKWARD,
     FORWARD,
@@ -261,7 +261,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         if guessed and not confirmed:
             raise tried.untried(module, trial.why)
     for name, (of_all, own) in every.items() if tried.form != before else ():
-        setattr(module, name, own if name in tried.form.counts else of_all)
+        set_number(module, name, own if name in tried.form.counts else of_all)
     if tried.form.narrow and not before.narrow:
         _set_input_parts(module, tried)
         args, kwargs = _narrowed(module, tried, args, kwargs)
@@ -521,7 +521,7 @@ class _Trial:
         that is right becomes ``tried.form``."""
         tried, first = self.tried, self.tried.form
         for name, (of_all, _) in tried.attributes.items():
-            setattr(self.copied, name, of_all)
+            set_number(self.copied, name, of_all)
         try:
             return self.judge()
         except InputError:
@@ -580,7 +580,7 @@ class _Trial:
         self.tape.begin(rank, narrow, self.inner)
         again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
         for name, (_, own) in counts.items():
-            setattr(again, name, own)
+            set_number(again, name, own)
         args, kwargs = _cloned((self.args, self.kwargs))
         if narrow:
             args, kwargs = _narrowed(again, self.tried, args, kwargs)
