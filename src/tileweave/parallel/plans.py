@@ -58,6 +58,7 @@ NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("self.query", "self.key", "self.value"), "output.dense"),  # BERT
     (("intermediate.dense",), "output.dense"),
 )
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Norms between the layers of an attention: each rank applies them to its own heads.
 OWN_HEADS = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
@@ -157,7 +158,7 @@ def recognise(
         children = {
             name
             for name, child in module.named_children()
-            if not _is_norm(child) and not isinstance(child, _ConvNd)
+            if not _is_norm(child) and not isinstance(child, (_ConvNd, *CONTAINERS))
         }
         several = sorted(name for name in children if is_fused(module, name))
         for name in several:

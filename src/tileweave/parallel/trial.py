@@ -68,6 +68,7 @@ class Tried:
     guessed : no call is made before a trial has confirmed the form.
     others : what is tried in place of ``form``, one after the other, if a trial fails.
     done : there is nothing to try any more.
+    by_row : its layers gather and scatter rows: its input may have those of one rank.
     walks : names of modules on the way to each of its layers.
     """
 
@@ -80,6 +81,7 @@ class Tried:
     guessed: bool = False
     others: tuple[Form, ...] = ()
     done: bool = False
+    by_row: bool = False
     walks: tuple[tuple[str, ...], ...] = field(init=False)
 
     @property
@@ -101,9 +103,10 @@ class Tried:
         return InputError(
             f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
             f"whose forward {reason}; allowed: a forward that computes what {ends} of a rank takes "
-            f"from that rank's part of {begins}: whole heads, or features one by one; remedy: take "
-            "the numbers of heads and features from shapes, give it those of one rank (and pass "
-            f"check=False), {parts.format(several[0]) if several else ''}or pass a plan without it"
+            f"from that rank's part of {begins}: whole heads, or features one by one; remedy: "
+            f"{self._rows()}take the numbers of heads and features from shapes, give it those of "
+            f"one rank (and pass check=False), {parts.format(several[0]) if several else ''}or "
+            "pass a plan without it"
         )
 
     def untried(self, module: nn.Module, why: str = "") -> InputError:
@@ -111,10 +114,14 @@ class Tried:
         return InputError(
             f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
             f"in a call that cannot be tried{why and f' ({why})'}; allowed: a first call with "
-            "tensors and numbers only; remedy: call the model once without a cache "
+            f"tensors and numbers only; remedy: {self._rows()}call the model once without a cache "
             "(use_cache=False), before torch.compile and CUDA graphs; or set its attributes before "
             "tileweave.parallelize"
         )
+
+    def _rows(self) -> str:
+        rows = "take the number of rows from what its layers return, or sequence_parallel=False; "
+        return rows if self.by_row else ""
 
     def _given(self) -> str:
         if not (self.guessed and self.form.counts):
@@ -214,6 +221,7 @@ def watch(module: nn.Module, tried: Tried) -> None:
     module.__class__ = _class_of(type(module))
     watched: Any = module
     watched._tried = tried
+    tried.by_row = any(getattr(module.get_submodule(row), "scatter", False) for row in tried.rows)
     _set_input_parts(watched, tried)
 
 

@@ -42,6 +42,7 @@ from tileweave.parallel.own_shards import shard_own
 from tileweave.parallel.plans import (
     BY_HEAD,
     COLUMN,
+    CONTAINERS,
     EXPERTS,
     HAS_BY_HEAD,
     LATENT,
@@ -71,7 +72,6 @@ from tileweave.parallel.styles import Colwise, Experts, Rowwise, SequenceParalle
 from tileweave.parallel.trial import Parts, Tried, modules_to_try, try_made_up_input, watch
 
 _LOG = logging.getLogger("tileweave")
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 Styles = dict[str, str | ParallelStyle]
 
 
