@@ -69,7 +69,7 @@ class Tried:
     others : what is tried in place of ``form``, one after the other, if a trial fails.
     done : there is nothing to try any more.
     by_row : its layers gather and scatter rows: its input may have those of one rank.
-    walks : names of modules on the way to each of its layers.
+    walks : names of modules on the way to each of its sharded layers.
     """
 
     path: str
@@ -222,6 +222,11 @@ def watch(module: nn.Module, tried: Tried) -> None:
     watched: Any = module
     watched._tried = tried
     tried.by_row = any(getattr(module.get_submodule(row), "scatter", False) for row in tried.rows)
+    for name in tried.columns:  # of several projections: a layer for each
+        split: Any = module.get_submodule(name)
+        if isinstance(split, SplitLinear):
+            others = [walk for walk in tried.walks if walk != (*name.split("."),)]
+            tried.walks = (*others, *((*name.split("."), part) for part in split.names))
     _set_input_parts(watched, tried)
 
 
