@@ -393,17 +393,17 @@ def _outputs_of(module: nn.Module, paths: tuple[str, ...]) -> Iterator[dict[str,
 @dataclass
 class _Tape:
     """What the layers of one run share. rank: the rank whose part they give; None: all ranks.
-    narrow: the input of the module has as many features as that part."""
+    few: the input of the module, if it has as many features as that part."""
 
     size: int
     rank: int | None = None
-    narrow: bool = False
+    few: torch.Tensor | None = None
     calls: int = 0
     seen: list[torch.Tensor] = field(default_factory=list)  # what row-parallel layers got
     outputs: dict[str, list[Any]] = field(default_factory=dict)
 
-    def begin(self, rank: int | None, narrow: bool, outputs: dict[str, list[Any]]) -> None:
-        self.rank, self.narrow, self.calls, self.seen = rank, narrow, 0, []
+    def begin(self, rank: int | None, outputs: dict[str, list[Any]]) -> None:
+        self.rank, self.few, self.calls, self.seen = rank, None, 0, []
         self.outputs = {path: list(results) for path, results in outputs.items()}
 
     def numbers(self, x: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -448,7 +448,7 @@ class _Stand(nn.Module):
             if self.moves:
                 shape[self.dim] //= size
             return self.tape.numbers(x, shape)
-        if x.shape[-1] != self.in_features // (size if self.tape.narrow else 1):
+        if x is not self.tape.few and x.shape[-1] != self.in_features:
             raise _Unfit(f"passed {x.shape[-1]} features to a column-parallel layer")
         if self.moves:
             shape[self.dim] *= size
@@ -590,13 +590,14 @@ class _Trial:
     def _run(self, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What row-parallel layers get of a rank, or of all, and what the module returns."""
         counts, narrow = self.tried.form if rank is not None else Form({})
-        self.tape.begin(rank, narrow, self.inner)
+        self.tape.begin(rank, self.inner)
         again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
         for name, (_, own) in counts.items():
             set_number(again, name, own)
         args, kwargs = _cloned((self.args, self.kwargs))
         if narrow:
             args, kwargs = _narrowed(again, self.tried, args, kwargs)
+            self.tape.few = input_of(self.tried.path, args, kwargs)[1]
         y = self.forward(again, *args, **kwargs)
         return self.tape.seen, tensors_of(y)
 
