@@ -257,7 +257,7 @@ def test_a_trial_for_many_ranks_is_small() -> None:
     tried = trial.modules_to_try(module, ["up"], ["down"], 64)[""]
     trial.try_made_up_input(module, tried, {})
     assert tried.done
-    assert len(Counted.calls) == 6  # three with all heads, three of ranks
+    assert len(Counted.calls) == 7  # three with all heads, three of ranks, one with gradients
     for elements, table in Counted.calls:
         assert elements == 2 * 3 * 8 and table is module.table
 
@@ -274,4 +274,84 @@ def test_a_trial_for_one_rank_is_right() -> None:
     module = Counted()
     tried = trial.modules_to_try(module, ["up"], ["down"], 1)[""]
     trial.try_made_up_input(module, tried, {})
-    assert tried.done and len(Counted.calls) == 4
+    assert tried.done and len(Counted.calls) == 5
+
+
+class Biased(Heads):
+    """Adds a bias to all scores, which is not its own."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, scale: float, bias: Any = None
+    ) -> torch.Tensor:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            layer(hidden_states).view(shape).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = f.scaled_dot_product_attention(q, k, v, attn_mask=bias["of"], scale=scale)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Weighted(MLP):
+    """Takes its input between its layers, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x) * x.mean(-1, keepdim=True))
+
+
+class Giver(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.kind = nn.Embedding(11, 16), kind
+        self.bias = nn.Parameter(torch.ones(6, 6))
+        self.blocks = nn.ModuleList(Given(kind) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, {"of": self.bias})
+        return x
+
+
+class Given(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.part = Biased("") if kind == "bias" else Weighted(16, 24)
+
+    def forward(self, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        return x + (self.part(x, 0.5, bias) if isinstance(self.part, Biased) else self.part(x))
+
+
+def giver(kind: str) -> Giver:
+    torch.manual_seed(0)
+    made = Giver(kind)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def with_gradients(me: Member, kind: str) -> list[str]:
+    """Each rank had the gradient by its own heads or features, without an error."""
+    part, reference = tw.parallelize(giver(kind)), giver(kind)
+    with torch.no_grad():
+        torch.testing.assert_close(part(ids_of()), reference(ids_of()), atol=1e-5, rtol=1e-4)
+    compiled = torch.compile(tw.parallelize(giver(kind)), backend="eager")
+    found = [refusal(part, ids_of()), refusal(tw.parallelize(giver(kind)), ids_of())]
+    part = tw.parallelize(giver(kind), sequence_parallel=True)  # gradients of all that are summed
+    y, want = part(ids_of()), reference(ids_of())
+    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-4)
+    for result in (y, want):
+        result.square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            own: Any = part.get_parameter(name).grad
+            torch.testing.assert_close(own.full_tensor(), parameter.grad, atol=1e-5, rtol=1e-4)
+    return found if kind == "bias" else [*found, refusal(compiled, ids_of())]
+
+
+@pytest.mark.parametrize("kind", ["bias", "input"])
+def test_gradients_of_what_is_used_between_layers(world: World, kind: str) -> None:
+    name = {"bias": 2, "input": 0}[kind]
+    for errors in run_either(world, False, with_gradients, kind):
+        for error in errors:
+            assert f"blocks.0.part with argument {name}, which needs a gradient" in error, error

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from tileweave.errors import InputError
 from tileweave.nn.linear import ColumnParallelLinear, ParallelLinear
@@ -33,9 +34,9 @@ from tileweave.nn.replicated import RunningHooks
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import OF_OTHER_REASONS
 from tileweave.parallel.adapters import BASE, has_sharded_lora, why_not_sharded
-from tileweave.parallel.fused import FOREIGN, FUSED, SplitLinear
+from tileweave.parallel.fused import FOREIGN, SplitLinear
 from tileweave.parallel.fused import UNFIT as UNFIT_FORWARD
-from tileweave.parallel.heads import Counts, Form, set_number
+from tileweave.parallel.heads import Form, set_number
 from tileweave.parallel.hooks import (
     BACKWARD,
     FORWARD,
@@ -46,6 +47,7 @@ from tileweave.parallel.hooks import (
     tensors_of,
 )
 from tileweave.parallel.shared_input import SharedColumn, first_part, input_of, with_input
+from tileweave.parallel.tried import Tried
 
 UNFIT = (*UNFIT_FORWARD, copy.Error, PicklingError)  # what a copy of a module may raise, too
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -54,80 +56,6 @@ ROWS = 3  # of an input that is made up
 
 # Output features of each projection of a layer, and how many ranks compute the same ones.
 Parts = tuple[tuple[int, int], ...]
-
-
-@dataclass
-class Tried:
-    """A module with sharded layers: a column-parallel and a row-parallel one at least.
-
-    path : of the module.
-    columns, rows : paths of its sharded layers, from the module.
-    inner : paths of modules in it that are tried themselves, from the module.
-    size : the number of ranks.
-    form : how it takes the heads of one rank.
-    guessed : no call is made before a trial has confirmed the form.
-    others : what is tried in place of ``form``, one after the other, if a trial fails.
-    done : there is nothing to try any more.
-    by_row : its layers gather and scatter rows: its input may have those of one rank.
-    walks : names of modules on the way to each of its sharded layers.
-    """
-
-    path: str
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    inner: tuple[str, ...]
-    size: int
-    form: Form = field(default_factory=lambda: Form({}))
-    guessed: bool = False
-    others: tuple[Form, ...] = ()
-    done: bool = False
-    by_row: bool = False
-    walks: tuple[tuple[str, ...], ...] = field(init=False)
-
-    @property
-    def attributes(self) -> Counts:
-        """All attributes that may become those of one rank."""
-        found = dict(self.form.counts)
-        for other in self.others:
-            found |= other.counts
-        return found
-
-    def __post_init__(self) -> None:
-        self.walks = tuple(tuple(name.split(".")) for name in (*self.columns, *self.rows))
-
-    def refuse(self, module: nn.Module, reason: str) -> InputError:
-        """The error of this module."""
-        ends, begins = " and ".join(self.rows) or "comes next", ", ".join(self.columns)
-        several = [name for name in self.columns if name.rpartition(".")[2] in FUSED]
-        parts = "give the features of each projection of {} (tw.parallel.Colwise(parts=...)), "
-        return InputError(
-            f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
-            f"whose forward {reason}; allowed: a forward that computes what {ends} of a rank takes "
-            f"from that rank's part of {begins}: whole heads, or features one by one; remedy: "
-            f"{self._rows()}take the numbers of heads and features from shapes, give it those of "
-            f"one rank (and pass check=False), {parts.format(several[0]) if several else ''}or "
-            "pass a plan without it"
-        )
-
-    def untried(self, module: nn.Module, why: str = "") -> InputError:
-        """The error of a call that cannot be tried, of a module whose form is guessed."""
-        return InputError(
-            f"asked: {self.path or type(module).__name__} over {self.size} ranks{self._given()}, "
-            f"in a call that cannot be tried{why and f' ({why})'}; allowed: a first call with "
-            f"tensors and numbers only; remedy: {self._rows()}call the model once without a cache "
-            "(use_cache=False), before torch.compile and CUDA graphs; or set its attributes before "
-            "tileweave.parallelize"
-        )
-
-    def _rows(self) -> str:
-        rows = "take the number of rows from what its layers return, or sequence_parallel=False; "
-        return rows if self.by_row else ""
-
-    def _given(self) -> str:
-        if not (self.guessed and self.form.counts):
-            return ""
-        counts = self.form.counts.items()
-        return " with " + ", ".join(f"{n} = {own} of {of}" for n, (of, own) in counts)
 
 
 # --- Which modules ---
@@ -240,6 +168,8 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
 
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._tried.between:
+            self._tried.check_gradients(args, kwargs)
         if not self._tried.guessed or self._tried.done:
             return inner(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -273,6 +203,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         confirmed = trial.confirm()
         if guessed and not confirmed:
             raise tried.untried(module, trial.why)
+        tried.check_gradients(args, kwargs)
     for name, (of_all, own) in every.items() if tried.form != before else ():
         set_number(module, name, own if name in tried.form.counts else of_all)
     if tried.form.narrow and not before.narrow:
@@ -289,6 +220,7 @@ def _call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
         raise tried.refuse(module, f"raised {type(error).__name__}: {error}") from error
     if tried.inner:
         confirmed = _Trial(module, tried, *outer, forward, given[0], given[1], inner).confirm()
+        tried.check_gradients(args, kwargs)
     tried.done = confirmed or tried.done
     if not tried.done:
         raise tried.untried(module)
@@ -444,7 +376,7 @@ class _Stand(nn.Module):
         if not self.column:
             if x.shape[-1] != self.in_features // (1 if rank is None else size):
                 raise _Unfit(f"passed {x.shape[-1]} features to its row-parallel layer")
-            self.tape.seen.append(x.detach().clone())
+            self.tape.seen.append(x.clone())
             if self.moves:
                 shape[self.dim] //= size
             return self.tape.numbers(x, shape)
@@ -585,7 +517,35 @@ class _Trial:
                     raise tried.refuse(
                         self.module, "computes something else from a part of the heads or features"
                     )
+            with suppress(*UNFIT):  # of a function without a gradient
+                tried.between = self._between()
         return True
+
+    def _between(self) -> tuple[int | str, ...]:
+        """The arguments on which the inputs of row-parallel layers depend, other than through
+        column-parallel ones."""
+        args, kwargs = _cloned((self.args, self.kwargs))
+        given = {
+            name: [t for t in tensors_of(each) if t.is_floating_point()]
+            for name, each in (*enumerate(args), *kwargs.items())
+        }
+        for t in (t for tensors in given.values() for t in tensors):
+            t.requires_grad_()
+        self.tape.begin(None, self.inner)
+        # hooks around this call, such as those of a checkpoint, must not count what is saved here
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+            again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
+            self.forward(again, *args, **kwargs)
+        seen = [t for t in self.tape.seen if t.requires_grad]
+        drawn = [torch.randn_like(t) for t in seen]
+        found = []
+        for name, tensors in given.items() if seen else ():
+            if not tensors:
+                continue
+            grads = torch.autograd.grad(seen, tensors, drawn, retain_graph=True, allow_unused=True)
+            if any(grad is not None and bool(grad.any()) for grad in grads):
+                found.append(name)
+        return tuple(found)
 
     def _run(self, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What row-parallel layers get of a rank, or of all, and what the module returns."""
