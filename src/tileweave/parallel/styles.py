@@ -237,3 +237,8 @@ class _SumsLast:
     def __call__(self, _: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
         first, last = y.split([y.shape[-1] - self.features, self.features], -1)
         return torch.cat([first, copy_to_group(last, self.group_name)], -1)
+
+    def in_trial(self, _: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+        """The same, where a trial looks for gradients that nothing sums."""
+        first, last = y.split([y.shape[-1] - self.features, self.features], -1)
+        return torch.cat([first, last.detach()], -1)

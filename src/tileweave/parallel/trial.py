@@ -437,7 +437,10 @@ def _copied(
     for part in made.modules():  # hooks of users may note what they see
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                if not isinstance(getattr(hook, "__self__", None), RunningHooks):
+                in_trial = getattr(hook, "in_trial", None)
+                if in_trial is not None:
+                    hooks[key] = in_trial
+                elif not isinstance(getattr(hook, "__self__", None), RunningHooks):
                     del hooks[key]
     return made, tape
 
