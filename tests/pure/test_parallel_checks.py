@@ -406,3 +406,12 @@ def test_each_made_class_has_a_code_of_its_own() -> None:
     forwards = [watched_class(kind).forward for kind in (nn.Linear, nn.ReLU, nn.GELU)]
     assert len({id(forward.__code__) for forward in forwards}) == 3
     assert len({forward.__code__ for forward in forwards}) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_mlp_in_a_sequence_is_found_on_any_device(device: str) -> None:
+    with torch.device(device):
+        made = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        mixed = nn.Sequential(nn.Linear(8, 12), nn.Softmax(-1), nn.Linear(12, 8))
+        found, fused = recognise(module_of(a=made, b=mixed), 2, guess=True)
+    assert found == [Block("a", ("1",), "3", shares=False, guessed=True)] and not fused

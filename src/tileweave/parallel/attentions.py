@@ -27,8 +27,8 @@ _NAME = re.compile(
 
 
 def role(name: str) -> str:
-    """ "q", "k" or "v" for a linear layer of a usual name, such as ``w_q`` or ``key_proj``; else
-    ""."""
+    """What a linear layer of a usual name, such as ``w_q`` or ``key_proj``, makes: "q", "k" or "v",
+    else ""."""
     found = _NAME.fullmatch(name.lower().replace("_", ""))
     return (found and found.lastgroup) or ""
 

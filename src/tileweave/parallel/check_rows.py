@@ -12,7 +12,7 @@ from torch import nn
 from tileweave.errors import InputError, require
 from tileweave.nn.linear import ParallelLinear
 from tileweave.nn.shards import is_dtensor
-from tileweave.parallel.checks import is_norm
+from tileweave.parallel.norms import is_norm
 from tileweave.parallel.plans import (
     BY_HEAD,
     OWN_HEADS,

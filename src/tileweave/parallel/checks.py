@@ -28,6 +28,7 @@ from tileweave.parallel.fused import (
     is_adapter,
 )
 from tileweave.parallel.heads import Counts, head_size
+from tileweave.parallel.norms import is_norm
 from tileweave.parallel.plans import (
     BY_HEAD,
     COLUMN,
@@ -44,9 +45,6 @@ from tileweave.parallel.plans import (
 )
 from tileweave.parallel.styles import Colwise
 from tileweave.parallel.trial import Tried
-
-# Norms that mix rows.
-MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 def uses_of(model: nn.Module) -> Counter[Any]:
@@ -315,11 +313,6 @@ def _is_around(child: nn.Module, path: str, module: Any, block: Block, styled: s
     row: Any = module.get_submodule(block.row)
     shapes = [tuple(p.shape) for p in child.parameters()]
     return is_norm(child) and all(shape == (row.out_features,) for shape in shapes)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises each row for itself."""
-    return "norm" in type(module).__name__.lower() and not isinstance(module, MIXING)
 
 
 # --- Heads ---

@@ -21,6 +21,7 @@ from tileweave.nn.linear import class_path, is_linear, is_turned, name_features
 from tileweave.nn.shards import is_dtensor
 from tileweave.ops.core.argument_types import checks_types_first, reading
 from tileweave.parallel.attentions import QKV, features_of_head, known_attention
+from tileweave.parallel.norms import is_norm
 
 # What a forward with made-up numbers may raise.
 FOREIGN = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
@@ -400,20 +401,23 @@ def splits_by_feature(
 ) -> bool:
     """Whether ``module`` computes each feature of the input of ``row`` from the same feature of
     each projection in the output of ``column``. Its forward is tried, with numbers in place of
-    both."""
+    both, and without norms that have parameters. Checks of a plan find those between both."""
     tried: Any = copy.copy(module)
     tried._modules = dict(module._modules)
     given = _Given()
     tried._modules[column], tried._modules[row] = given, _After(given)
+    for name, child in module.named_children():
+        if is_norm(child) and any(True for _ in child.parameters()):  # they may be elsewhere
+            tried._modules[name] = nn.Identity()
     modes = [(part, part.training) for part in module.modules()]
-    seed = torch.Generator().manual_seed(0)
-    numbers = torch.randn(projections, 1, 3, 4 * size, generator=seed)
-    x = torch.zeros(1, 3, getattr(module, column).in_features)
     try:
         for part, _ in modes:
             part.training = False
         tried.training = False
         with torch.no_grad(), torch.device("cpu"):
+            seed = torch.Generator().manual_seed(0)
+            numbers = torch.randn(projections, 1, 3, 4 * size, generator=seed)
+            x = torch.zeros(1, 3, getattr(module, column).in_features)
             given.value = torch.cat([*numbers], dim=-1)
             whole = tried(x)
             parts = []

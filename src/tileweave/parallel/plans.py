@@ -213,12 +213,11 @@ def _attention(path: str, module: nn.Module) -> Block | None:
     layers: dict[str, Any] = {name: m for name, m in module.named_children() if is_linear(m)}
     by_role = {role(name): name for name in layers}
     names = [by_role[kind] for kind in "qkv" if kind in by_role]
-    # a bias of scores would be that of all heads
-    biased = any("bias" in name for name in signature(module.forward).parameters)
-    if len(names) != 3 or len(layers) not in (3, 4) or biased:
+    if len(names) != 3 or len(layers) not in (3, 4):
         return None
     rows = row_after(module, names)
-    if len(rows) != 1:
+    # a bias of scores would be that of all heads
+    if len(rows) != 1 or any("bias" in name for name in signature(module.forward).parameters):
         return None
     return Block(path, tuple(names), rows[0], guessed=True)
 
@@ -233,7 +232,8 @@ def _mlp(model: nn.Module, path: str, size: int) -> Block | FusedLayer | None:
     for (column, first), (row, last) in (layers, layers[::-1]):
         inner: int = last.in_features  # type: ignore[assignment]
         known = {*first.parameters(), *last.parameters()}
-        known |= {p for n in module.children() if _is_norm(n) for p in n.parameters()}
+        norms = [child for child in module.children() if _is_norm(child)]
+        known |= {p for n in norms for p in n.parameters() if p.shape == (last.out_features,)}
         fits = first.in_features == last.out_features and inner % size == 0
         if not fits or not known.issuperset(module.parameters()):
             continue
