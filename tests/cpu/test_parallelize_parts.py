@@ -318,6 +318,9 @@ def outside(me: Member, sequence: bool) -> list[str]:
         found = part.get_parameter(name).grad
         assert_near(whole(found), parameter.grad, 1e-4, 1e-5, name)
     inside = {"*.layers.*.mlp.[gu]*_proj": "colwise", "*.layers.*.mlp.down_proj": "rowwise"}
+    for path in ("inner.layers", "inner.layers.*"):  # the list itself, and its blocks
+        summed = {**inside, path: "sequence_parallel"}
+        tw.parallelize(built_outside(), plan=summed, sequence_parallel=True)
     others = {"before.up_proj": tw.parallel.Colwise(sequence_dim=1), "before": "sequence_parallel"}
     return [
         refusal(

@@ -61,7 +61,11 @@ def check_own_rows(
     found: list[str] = []
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
-        inner = any(not root or path.startswith(f"{root}.") for root, _ in roots)
+        # of a block, in it, or of the list of blocks
+        inner = any(
+            not root or f"{path}.".startswith(f"{root}.") or path == root.rpartition(".")[0]
+            for root, _ in roots
+        )
         by_row = is_summed(style)
         if isinstance(style, (Colwise, Rowwise, Experts)):
             by_row = style.sequence_dim is not None

@@ -256,7 +256,7 @@ class _Planned:
         """Whether the module at ``path`` has the rows of one rank in the sequence-parallel form:
         what is not in the blocks of a list has all rows."""
         roots = [root for blocks in self.outer for root, _ in blocks]
-        return not roots or path.startswith(tuple(f"{root}." for root in roots))
+        return not roots or f"{path}.".startswith(tuple(f"{root}." for root in roots))
 
 
 def _planned(
