@@ -32,6 +32,15 @@ _BY_ROW = (
 )
 
 
+def has_own_rows(path: str, roots: list[str]) -> bool:
+    """Whether the module at ``path`` has the rows of one rank: one of ``roots``, blocks of lists or
+    the model, what is in it, or the list of those. All else has all rows."""
+    return any(
+        not root or f"{path}.".startswith(f"{root}.") or path == root.rpartition(".")[0]
+        for root in roots
+    )
+
+
 def check_own_rows(
     roots: list[tuple[str, nn.Module]],
     blocks: list[Block],
@@ -61,11 +70,7 @@ def check_own_rows(
     found: list[str] = []
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
-        # of a block, in it, or of the list of blocks
-        inner = any(
-            not root or f"{path}.".startswith(f"{root}.") or path == root.rpartition(".")[0]
-            for root, _ in roots
-        )
+        inner = has_own_rows(path, [root for root, _ in roots])
         by_row = is_summed(style)
         if isinstance(style, (Colwise, Rowwise, Experts)):
             by_row = style.sequence_dim is not None

@@ -70,6 +70,9 @@ class OwnRows:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, x = _rows_of(args, kwargs)
         self.shape = x.shape
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        group = self.group_name
 
         def has_all(t: torch.Tensor) -> bool:
             if t is x or not t.requires_grad:
@@ -89,9 +92,6 @@ class OwnRows:
                 return argument  # itself: blocks may write into a dict
             return mapped(argument, lambda t: copy_to_group(t, group) if has_all(t) else t)
 
-        group = self.group_name
-        if not torch.is_grad_enabled():
-            return args, kwargs
         return tuple(map(summed, args)), {name: summed(each) for name, each in kwargs.items()}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ style                      all-reduce form                     sequence-parallel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -235,10 +235,14 @@ class _SumsLast:
         self.features, self.group_name = features, group_name
 
     def __call__(self, _: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
-        first, last = y.split([y.shape[-1] - self.features, self.features], -1)
-        return torch.cat([first, copy_to_group(last, self.group_name)], -1)
+        return self._with_last(y, lambda last: copy_to_group(last, self.group_name))
 
     def in_trial(self, _: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
         """The same, where a trial looks for gradients that nothing sums."""
+        return self._with_last(y, torch.Tensor.detach)
+
+    def _with_last(
+        self, y: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         first, last = y.split([y.shape[-1] - self.features, self.features], -1)
-        return torch.cat([first, last.detach()], -1)
+        return torch.cat([first, function(last)], -1)

@@ -534,12 +534,10 @@ class _Trial:
         }
         for t in (t for tensors in given.values() for t in tensors):
             t.requires_grad_()
-        self.tape.begin(None, self.inner)
         # hooks around this call, such as those of a checkpoint, must not count what is saved here
         with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
-            again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
-            self.forward(again, *args, **kwargs)
-        seen = [t for t in self.tape.seen if t.requires_grad]
+            every, _ = self._run(None, (args, kwargs))
+        seen = [t for t in every if t.requires_grad]
         drawn = [torch.randn_like(t) for t in seen]
         found = []
         for name, tensors in given.items() if seen else ():
@@ -550,14 +548,17 @@ class _Trial:
                 found.append(name)
         return tuple(found)
 
-    def _run(self, rank: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What row-parallel layers get of a rank, or of all, and what the module returns."""
+    def _run(
+        self, rank: int | None, given: Any = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What row-parallel layers get of a rank, or of all, and what the module returns.
+        ``given``: the arguments. None: copies of those of the trial."""
         counts, narrow = self.tried.form if rank is not None else Form({})
         self.tape.begin(rank, self.inner)
         again = copy.deepcopy(self.copied, _not_copied(self.copied, self.tape))
         for name, (_, own) in counts.items():
             set_number(again, name, own)
-        args, kwargs = _cloned((self.args, self.kwargs))
+        args, kwargs = given or _cloned((self.args, self.kwargs))
         if narrow:
             args, kwargs = _narrowed(again, self.tried, args, kwargs)
             self.tape.few = input_of(self.tried.path, args, kwargs)[1]

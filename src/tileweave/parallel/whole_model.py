@@ -22,7 +22,7 @@ from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.attentions import known_attention
-from tileweave.parallel.check_rows import check_own_rows, routed_parts
+from tileweave.parallel.check_rows import check_own_rows, has_own_rows, routed_parts
 from tileweave.parallel.checks import (
     attributes_to_share,
     check_between,
@@ -253,10 +253,8 @@ class _Planned:
     tried: dict[str, Tried]
 
     def by_row(self, path: str) -> bool:
-        """Whether the module at ``path`` has the rows of one rank in the sequence-parallel form:
-        what is not in the blocks of a list has all rows."""
-        roots = [root for blocks in self.outer for root, _ in blocks]
-        return not roots or f"{path}.".startswith(tuple(f"{root}." for root in roots))
+        """Whether the module at ``path`` has the rows of one rank in the sequence-parallel form."""
+        return has_own_rows(path, [root for blocks in self.outer for root, _ in blocks] or [""])
 
 
 def _planned(
