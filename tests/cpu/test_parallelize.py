@@ -3,6 +3,7 @@ and the sequence-parallel form."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
+from tileweave.parallel import join_projections
 
 FORMS = pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "sequence"])
 
@@ -91,9 +93,14 @@ class Model(nn.Module):
 
 
 def model(layers: int = 2) -> Model:
+    return filled(lambda: Model(layers))
+
+
+def filled(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, with the same random parameters on every rank, none of them zero."""
     torch.manual_seed(0)
-    made = Model(layers)
-    for parameter in made.parameters():  # norms start as ones
+    made = make()
+    for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
     return made
 
@@ -113,6 +120,18 @@ def compare(part: nn.Module, reference: nn.Module, call: Any = None) -> None:
     for result in (y, want):
         result.square().mean().backward()
     gradients(part, reference)
+
+
+def train_alike(part: Any, reference: Any, y: Any, want: Any, near: float) -> None:
+    """Results ``y`` and ``want`` of both, and their gradients, also of layers that were split."""
+    assert_near(y, want, 1e-4, 1e-5, "y")
+    for m, result in ((part, y), (reference, want)):
+        m.zero_grad()
+        result.square().mean().backward()
+    found = join_projections(part, {name: p.grad for name, p in part.named_parameters()})
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None, name
+        assert_near(whole(found[name]), parameter.grad, 1e-4, near, name)
 
 
 def gradients(part: nn.Module, reference: nn.Module) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, run_either, whole
+from tests.cpu.test_parallelize import FORMS, filled, run_either, train_alike, whole
 from tests.support.calls import refusal
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, Worlds
 from torch import nn
 
 import tileweave as tw
-from tileweave.parallel import join_projections
 
 WIDTH, HEADS, ROWS = 16, 4, 8
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(ROWS)
@@ -112,11 +111,7 @@ class Case:
         self.make, self.args, self.kwargs, self.dim = make, args, kw, dim
 
     def build(self) -> Any:
-        torch.manual_seed(0)
-        made = self.make()
-        for parameter in made.parameters():
-            nn.init.normal_(parameter, std=0.3)
-        return made
+        return filled(self.make)
 
 
 BATCH, ROWS_FIRST = drawn(2, ROWS, WIDTH), drawn(ROWS, 2, WIDTH)
@@ -139,14 +134,7 @@ CASES = {
 def compare(part: Any, reference: Any, case: Case, call: Any = None) -> None:
     y = (part if call is None else call)(*case.args, **case.kwargs)
     want = reference(*case.args, **case.kwargs)
-    assert_near(y, want, 1e-4, 1e-5, "y")
-    for m, result in ((part, y), (reference, want)):
-        m.zero_grad()
-        result.square().mean().backward()
-    found = join_projections(part, {name: p.grad for name, p in part.named_parameters()})
-    for name, parameter in reference.named_parameters():
-        assert parameter.grad is not None, name
-        assert_near(whole(found[name]), parameter.grad, 1e-4, 1e-4, name)
+    train_alike(part, reference, y, want, 1e-4)
 
 
 def right(me: Member, kind: str, sequence: bool) -> None:

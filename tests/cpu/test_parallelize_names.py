@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, run_either, whole
-from tests.support.tolerances import assert_near
+from tests.cpu.test_parallelize import FORMS, filled, run_either, train_alike
 from tests.support.worlds import Member, Worlds
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tileweave as tw
-from tileweave.parallel import join_projections
 
 WIDTH, HEADS = 16, 4
 
@@ -217,11 +215,7 @@ class Block(nn.Module):
 
 
 def build(attention: Any, mlp: Any) -> Any:
-    torch.manual_seed(0)
-    made = nn.Sequential(*(Block(attention(), mlp()) for _ in range(2)))
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
+    return filled(lambda: nn.Sequential(*(Block(attention(), mlp()) for _ in range(2))))
 
 
 def right(me: Member, attention: Any, mlp: Any, sequence: bool) -> None:
@@ -230,13 +224,7 @@ def right(me: Member, attention: Any, mlp: Any, sequence: bool) -> None:
     x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         y, want = part(x), reference(x)
-        assert_near(y, want, 1e-4, 1e-5, "y")
-        for m, result in ((part, y), (reference, want)):
-            m.zero_grad()
-            result.square().mean().backward()
-        found = join_projections(part, {name: p.grad for name, p in part.named_parameters()})
-        for name, parameter in reference.named_parameters():
-            assert_near(whole(found[name]), parameter.grad, 1e-4, 5e-5, name)
+        train_alike(part, reference, y, want, 5e-5)
     kinds = (tw.nn.ColumnParallelLinear, tw.nn.RowParallelLinear)
     layers = [isinstance(m, kinds) for m in part[0].mlp.modules()]
     assert sum(layers) == (0 if mlp in WHOLE else 3 if mlp == "gated" else 2)

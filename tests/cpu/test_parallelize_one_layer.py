@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, MLP, ids_of, run_either, whole
+from tests.cpu.test_parallelize import FORMS, MLP, filled, ids_of, run_either, train_alike, whole
 from tests.support.calls import refusal
 from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, Worlds
@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
-from tileweave.parallel import join_projections
 
 WIDTH = 16
 
@@ -158,11 +157,7 @@ class Model(nn.Module):
 
 
 def model(make: Any, recomputes: bool = False) -> Any:
-    torch.manual_seed(0)
-    made = Model(make, recomputes)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
+    return filled(lambda: Model(make, recomputes))
 
 
 def tokens(size: int) -> torch.Tensor:
@@ -171,14 +166,7 @@ def tokens(size: int) -> torch.Tensor:
 
 def compare(part: Any, reference: Any, ids: torch.Tensor, call: Any = None) -> None:
     y, want = (part if call is None else call)(ids), reference(ids)
-    assert_near(y, want, 1e-4, 1e-5, "y")
-    for m, result in ((part, y), (reference, want)):
-        m.zero_grad()
-        result.square().mean().backward()
-    found = join_projections(part, {name: p.grad for name, p in part.named_parameters()})
-    for name, parameter in reference.named_parameters():
-        assert parameter.grad is not None, name
-        assert_near(whole(found[name]), parameter.grad, 1e-4, 2e-5, name)
+    train_alike(part, reference, y, want, 2e-5)
 
 
 def right(me: Member, kind: str, sequence: bool, recomputes: bool) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import FORMS, MLP, Attention, compare, ids_of, model, whole
+from tests.cpu.test_parallelize import (
+    FORMS,
+    MLP,
+    Attention,
+    compare,
+    filled,
+    ids_of,
+    model,
+    train_alike,
+)
 from tests.support.calls import refusal, run_either
-from tests.support.tolerances import assert_near
 from tests.support.worlds import Member, World, Worlds
 from torch import nn
 from torch.nn.functional import gelu, silu
@@ -298,11 +306,7 @@ class Outside(nn.Module):
 
 
 def built_outside() -> Outside:
-    torch.manual_seed(0)
-    made = Outside()
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
+    return filled(Outside)
 
 
 def outside(me: Member, sequence: bool) -> list[str]:
@@ -310,13 +314,7 @@ def outside(me: Member, sequence: bool) -> list[str]:
     part, reference = built_outside(), built_outside()
     tw.parallelize(part, sequence_parallel=sequence)
     assert part.after.q_proj.weight.to_local().shape[0] == 16 // me.world_size
-    y, want = part(ids_of()), reference(ids_of())
-    assert_near(y, want, 1e-4, 1e-5, "y")
-    for result in (y, want):
-        result.square().mean().backward()
-    for name, parameter in reference.named_parameters():
-        found = part.get_parameter(name).grad
-        assert_near(whole(found), parameter.grad, 1e-4, 1e-5, name)
+    train_alike(part, reference, part(ids_of()), reference(ids_of()), 1e-5)
     inside = {"*.layers.*.mlp.[gu]*_proj": "colwise", "*.layers.*.mlp.down_proj": "rowwise"}
     for path in ("inner.layers", "inner.layers.*"):  # the list itself, and its blocks
         summed = {**inside, path: "sequence_parallel"}
@@ -420,11 +418,7 @@ class Diffusion(nn.Module):
 
 
 def diffusion(modulates: bool) -> Diffusion:
-    torch.manual_seed(0)
-    made = Diffusion(modulates)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
+    return filled(lambda: Diffusion(modulates))
 
 
 def conditioned(me: Member, modulates: bool, sequence: bool) -> None:
@@ -434,12 +428,7 @@ def conditioned(me: Member, modulates: bool, sequence: bool) -> None:
     drawn = torch.Generator().manual_seed(1)
     x, time = torch.randn(2, 6, 3, generator=drawn), torch.randn(2, 4, generator=drawn)
     y, want = part(x, time), reference(x, time)
-    assert_near(y, want, 1e-4, 1e-5, "y")
-    for result in (y, want):
-        result.square().mean().backward()
-    found = tw.parallel.join_projections(part, {n: p.grad for n, p in part.named_parameters()})
-    for name, parameter in reference.named_parameters():
-        assert_near(whole(found[name]), parameter.grad, 1e-4, 1e-4, name)
+    train_alike(part, reference, y, want, 1e-4)
 
 
 @FORMS

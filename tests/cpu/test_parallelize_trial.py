@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.cpu.test_parallelize import MLP, Attention, compare, ids_of, model
+from tests.cpu.test_parallelize import MLP, Attention, compare, filled, ids_of, model
 from tests.support.calls import refusal, run_either
 from tests.support.worlds import Member, World, Worlds
 from torch import nn
@@ -323,11 +323,7 @@ class Given(nn.Module):
 
 
 def giver(kind: str) -> Giver:
-    torch.manual_seed(0)
-    made = Giver(kind)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return made
+    return filled(lambda: Giver(kind))
 
 
 def with_gradients(me: Member, kind: str) -> list[str]:
