@@ -80,9 +80,9 @@ class Model(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 16)
+        self.embed = nn.Embedding(12, 16)
         self.layers = nn.ModuleList(Layer(16) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 11, bias=False)
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 12, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def filled(make: Callable[[], Any]) -> Any:
 
 
 def ids_of(seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 12, (2, 6), generator=torch.Generator().manual_seed(seed))
 
 
 def whole(t: Any) -> torch.Tensor:

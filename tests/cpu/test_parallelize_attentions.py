@@ -94,7 +94,7 @@ class Model(nn.Module):
     def __init__(self, *given: Any) -> None:
         super().__init__()
         self.heads = given[0][0]
-        self.embed = nn.Embedding(11, 16)
+        self.embed = nn.Embedding(12, 16)
         self.h = nn.ModuleList(Layer(*given) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -65,9 +65,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, *given: Any) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 16)
+        self.embed = nn.Embedding(12, 16)
         self.layers = nn.ModuleList(Layer(*given) for _ in range(2))
-        self.head = nn.Linear(16, 11)
+        self.head = nn.Linear(16, 12)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

@@ -123,7 +123,7 @@ class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.mlps = nn.Embedding(11, 16), nn.ModuleList([MLP(16, 24), MLP(16, 24)])
+        self.embed, self.mlps = nn.Embedding(12, 16), nn.ModuleList([MLP(16, 24), MLP(16, 24)])
         self.drop = nn.Dropout(0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Listed(nn.Module):
 def called(me: Member) -> list[str]:
     rows, recorded = Listed(), tw.parallelize(Recorded(), sequence_parallel=True)
     compare(tw.parallelize(rows.eval(), sequence_parallel=True), Listed().eval())
-    assert recorded(ids_of()).shape == (2, 6, 11)
+    assert recorded(ids_of()).shape == (2, 6, 12)
     dropped = tw.parallelize(Listed())
     torch.manual_seed(1)
     assert not refusal(dropped, ids_of())

@@ -145,7 +145,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, make: Any, recomputes: bool) -> None:
         super().__init__()
-        self.wte = nn.Embedding(11, WIDTH)
+        self.wte = nn.Embedding(12, WIDTH)
         self.h = nn.ModuleList(Block(make(), recomputes) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -451,7 +451,7 @@ def test_another_tensor_of_as_many_rows(world: World) -> None:
 def in_sequence() -> nn.Sequential:
     torch.manual_seed(0)
     made = model()
-    head = nn.Linear(16, 11)
+    head = nn.Linear(16, 12)
     return nn.Sequential(made.embed, nn.Dropout(0.0), *made.layers, nn.RMSNorm(16), head)
 
 
@@ -506,7 +506,7 @@ class Lists(nn.Module):
     def __init__(self, last: nn.Module) -> None:
         super().__init__()
         made = model()
-        self.embed, self.head = made.embed, nn.Linear(16, 11)
+        self.embed, self.head = made.embed, nn.Linear(16, 12)
         self.body = Body(made.layers, last)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -201,7 +201,7 @@ def right(me: Member) -> None:
     for sequence in (False, True):
         compare(tw.parallelize(Deep(), sequence_parallel=sequence), Deep())
     unchecked = tw.parallelize(changed("softmax"), check=False)
-    assert unchecked(ids_of()).shape == (2, 6, 11)
+    assert unchecked(ids_of()).shape == (2, 6, 12)
 
 
 def test_what_does_not_is_right(world: World) -> None:
@@ -302,7 +302,7 @@ class Weighted(MLP):
 class Giver(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.embed, self.kind = nn.Embedding(11, 16), kind
+        self.embed, self.kind = nn.Embedding(12, 16), kind
         self.bias = nn.Parameter(torch.ones(6, 6))
         self.blocks = nn.ModuleList(Given(kind) for _ in range(2))
 

@@ -35,6 +35,7 @@ from tileweave.parallel.checks import (
 )
 from tileweave.parallel.experts import experts_of, is_described
 from tileweave.parallel.fused import FusedLayer, split
+from tileweave.parallel.gathered import gather_outputs
 from tileweave.parallel.heads import Form, Heads, take_own_heads
 from tileweave.parallel.multihead import TakenApart, check_whole
 from tileweave.parallel.own_rows import AllRows, shard_rows
@@ -104,8 +105,10 @@ def parallelize(
     values than ranks, ranks share a head. Attributes of an attention with the number of heads, or
     of their features, become those of one rank, if a trial shows that they are no more; so does the
     number of features of its input, which a forward may take for those of all heads. Stacked
-    experts of transformers are sharded by expert: tokens are sent to them. The state_dict keeps the
-    names and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all
+    experts of transformers are sharded by expert: tokens are sent to them. Linear layers outside of
+    the blocks, such as the head of a language model, keep whole weights; where it is predicted to
+    be faster, each rank computes its own output features, and the features of all are gathered. The
+    state_dict keeps the names and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all
     ranks must call it.
 
     Parameters
@@ -215,6 +218,7 @@ def parallelize(
         shard_lora(model.get_submodule(path), over, src_data_rank)
     for path, watched in found.tried.items():
         watch(model.get_submodule(path), watched)
+    gather_outputs(model, styles, found.by_row if sequence_parallel else lambda _: False, name)
     inner = {block.path for block in blocks} | found.tried.keys() | {*all_rows}
     rows = shard_rows(model, outer, inner, name, sequence_dim, check) if sequence_parallel else []
     known = _replicate_parts(model, over, blocks, all_rows, rows, at, src_data_rank)

@@ -6,7 +6,9 @@ function              forward                               gradient
 ====================  ====================================  ==================================
 copy_to_group         x, the same on every rank             sum over ranks
 own_part              this rank's part of such an x         gather of the parts
+own_view              the same along dimension 0, a view    gather of the parts
 gather_parts          concatenate the parts of all ranks    this rank's part
+gather_features       the same along the last dimension     a view of this rank's part
 gather_to_read        the same                              refused
 ====================  ====================================  ==================================
 
@@ -81,10 +83,32 @@ def own_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     return operator("own_part")(x, dim % x.dim(), group_name)
 
 
+def own_view(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """This rank's part of x, which all ranks have, along dimension 0: a view, for weights."""
+    rank, size = rank_and_size(group_name)
+    _check_parts(x, 0, size)
+    rows = x.shape[0] // size
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x.narrow(0, rank * rows, rows)
+    if not torch.compiler.is_compiling():
+        refuse_transformed("own_view", [x])
+    return _OwnView.apply(x, rank * rows, rows, group_name)
+
+
 def gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """The parts of all ranks, concatenated along ``dim``; what follows is the same on every
     rank."""
     return operator("gather_parts")(x, dim % x.dim(), group_name)
+
+
+def gather_features(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """As :func:`gather_parts` along the last dimension. The gradient of x is a view, which a matmul
+    takes as it is."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return gather_parts(x, -1, group_name)
+    if not torch.compiler.is_compiling():
+        refuse_transformed("gather_features", [x])
+    return _GatherFeatures.apply(x, group_name)
 
 
 def gather_to_read(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
@@ -103,6 +127,34 @@ class _Copy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             refuse_second_derivative("copy_to_group")
         return torch.ops.tileweave.sum_over_group(grad_outputs[0], ctx.group_name), None
+
+
+class _OwnView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, begin: int, rows: int, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
+        return x.narrow(0, begin, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivative("own_view")
+        whole = torch.ops.tileweave.gather_parts(grad_outputs[0], 0, ctx.group_name)
+        return whole, None, None, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.features, ctx.group_name = x.shape[-1], group_name
+        return torch.ops.tileweave.gather_parts(x, x.dim() - 1, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivative("gather_features")
+        rank, _ = rank_and_size(ctx.group_name)
+        return grad_outputs[0].narrow(-1, rank * ctx.features, ctx.features), None
 
 
 def _sum_over_group(x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -128,8 +180,10 @@ def _check_parts(x: torch.Tensor, dim: int, size: int) -> None:
 
 
 def _gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
-    gathered = collectives.all_gather(x.movedim(dim, 0).contiguous(), group_of(group_name))
-    return gathered.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    parts = collectives.all_gather(x.contiguous()[None], group_of(group_name))
+    if all(size == 1 for size in x.shape[:dim]):
+        return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view
+    return torch.cat([*parts], dim)
 
 
 def _like_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
