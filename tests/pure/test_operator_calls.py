@@ -161,15 +161,64 @@ def test_gradients_are_recorded_directly(scale: Any) -> None:
     assert scale.called == [DIRECT] * 2 + [TORCH]
 
 
-def test_lists_go_around_torch_unless_gradients_are_recorded(scale: Any) -> None:
-    """``autograd.Function`` does not look for tensors in lists."""
+def test_lists_go_around_torch(scale: Any) -> None:
     x, w = x_and_w()
     operands = x, w.requires_grad_()
     with torch.no_grad():
         call(scale, *operands, [x, operands[1]], [1, 2])
     assert scale.called == [DIRECT]
-    call(scale, x, w.detach(), [x, operands[1]])
-    assert scale.called == [DIRECT, TORCH]
+    y = call(scale, x, w.detach(), [x, operands[1]])
+    assert scale.called == [DIRECT] * 2 and y.requires_grad
+
+
+def products(x: Any, w: list[Any], bias: list[Any], cols: list[int], name: str) -> Any:
+    """x * w_i, and the sum of x."""
+    return [x.detach() * each.detach() for each in w], x.detach().sum()
+
+
+@pytest.mark.parametrize("need_x", [False, True])
+@pytest.mark.parametrize("alone", [False, True], ids=["a list and a tensor", "a tensor"])
+def test_gradients_of_lists_are_nested_as_arguments_are(need_x: bool, alone: bool) -> None:
+    """As torch.library nests flags and gradients. Some elements of lists have no gradient."""
+    seen: list[Any] = []
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, w, *seen[:] = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *w)
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x, *w = ctx.saved_tensors
+        seen[:] = ctx.needs_input_grad
+        if alone:
+            return grads[0] * w[0], [grads[0] * x, *[None] * 2], [], None, None
+        of_w, of_sum = grads
+        gx = sum(g * each for g, each in zip(of_w, w, strict=True) if g is not None) + of_sum
+        return gx, [None if g is None else g * x for g in of_w], [], None, None
+
+    def run(*args: Any) -> Any:
+        found = products(*args)
+        return found[0][0] if alone else found
+
+    found = Operator("products")
+    found.define(run, run, run, backward, setup_context)
+    x, first = x_and_w()
+    w = [first.requires_grad_(), torch.randn(3), torch.randn(3).requires_grad_()]
+    result = found(x.requires_grad_(need_x), w, [], [1, 2], "group")
+    inputs = [w[0], *([x] if need_x else [])]
+    if alone:
+        assert torch.equal(result, (x * w[0]).detach())
+        gw, *gx = torch.autograd.grad(result.sum(), inputs)
+        wanted = w[0]
+    else:
+        y, total = result
+        assert type(y) is list and len(y) == 3 and y[1].requires_grad
+        gw, *gx = torch.autograd.grad(y[0].sum() + 2 * y[1].sum() + total, inputs)
+        wanted = w[0] + 2 * w[1] + 1
+    assert torch.equal(gw, x)
+    if need_x:
+        torch.testing.assert_close(gx[0], wanted.detach())
+    assert seen == [need_x, [True, False, True], [], False, False]
 
 
 def test_operators_without_gradients_leave_those_to_torch(scale: Any) -> None:

@@ -108,8 +108,8 @@ def parallelize(
     experts of transformers are sharded by expert: tokens are sent to them. Linear layers outside of
     the blocks, such as the head of a language model, keep whole weights; where it is predicted to
     be faster, each rank computes its own output features, and the features of all are gathered. The
-    state_dict keeps the names and shapes of ``model``. ``save_pretrained`` of transformers writes whole weights; all
-    ranks must call it.
+    state_dict keeps the names and shapes of ``model``. ``save_pretrained`` of transformers writes
+    whole weights; all ranks must call it.
 
     Parameters
     ----------

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.errors import UnsupportedError
+from tileweave.ops.core.recorded import recorded, recorded_with_lists
 
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONSTANTS = frozenset((bool, int, float, str, type(None), torch.dtype))
@@ -37,7 +38,7 @@ class Operator:
         self.name, _, overload = name.partition(".")
         self.overload = overload or "default"
         self._implementation: dict[bool, Callable[..., Any]] = {}  # by whether tensors are on a GPU
-        self._recorded: Callable[..., Any] | None = None
+        self._recorded: dict[bool, Callable[..., Any]] = {}  # by whether arguments are lists
         self.within: Callable[..., Any] = self  # see define
 
     def define(
@@ -53,7 +54,7 @@ class Operator:
         no autocast; an error there is one of theirs."""
         self.within = within
         self._implementation = implementation = {False: on_cpu, True: on_gpu}
-        self._recorded = None
+        self._recorded = {}
         if backward is None or setup_context is None:
             return
 
@@ -62,12 +63,10 @@ class Operator:
             setup_context(ctx, args, result)
             return result
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        kind = type(self.name, (torch.autograd.Function,), methods)
-        base: Any = super(torch.autograd.Function, kind)
-        # apply() of Function itself looks for transforms, as _around_torch does, and for a
-        # setup_context() of its own
-        self._recorded = base.apply
+        self._recorded = {
+            False: recorded(self.name, forward, backward),
+            True: recorded_with_lists(self.name, implementation, backward, setup_context),
+        }
 
     def __call__(self, *args: Any, **results: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -77,7 +76,7 @@ class Operator:
             if _has_transform():  # the implementation gets tensors without their tangents
                 values = _with_elements((*args, *results.values()))
                 refuse_tangents(self.name, values)
-                if self._recorded is not None:
+                if self._recorded:
                     refuse_transformed(self.name, values)
         return getattr(getattr(torch.ops.tileweave, self.name), self.overload)(*args, **results)
 
@@ -105,9 +104,8 @@ class Operator:
         if on_gpu is None or _listens():
             return None
         if records and torch.is_grad_enabled():
-            # excluded below autograd: there nothing is recorded; autograd.Function does not look
-            # into lists
-            return None if lists or _excluded(_AUTOGRAD) else self._recorded
+            # below autograd nothing is recorded
+            return None if _excluded(_AUTOGRAD) else self._recorded.get(lists)
         return self._implementation.get(on_gpu)
 
 

@@ -33,6 +33,7 @@ from torch.nn.functional import linear
 
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.core.operator import operator
 from tileweave.ops.core.registry import define, group_of, log_fallback, refuse_second_derivative
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import GatherBackward
@@ -50,6 +51,9 @@ from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.topology import Topology
 
 Tensors = list[torch.Tensor]
+
+_BACKWARD = operator(f"{OP}_list_backward")
+_BACKWARD_INTO = operator(f"{OP}_list_backward.into")
 
 
 def most_columns(w: Tensors, cols: list[int]) -> int:
@@ -320,12 +324,11 @@ def _gradients(
     gathered = w.pop() if ctx.keep else None
     given = (grads, grad_gathered, x, w, gathered, ctx.group_name, ctx.cols)
     needed = (need_x, list(need_w), list(need_bias))
-    ops = torch.ops.tileweave.all_gather_matmul_list_backward
     if ctx.main_grad:
-        gx, whole = ops.into(*given, *needed, ctx.main_grad)
+        gx, whole = _BACKWARD_INTO(*given, *needed, ctx.main_grad)
         gw, gb = [None] * len(w), whole.split(_bias_sizes(w, grads, need_bias))
     else:
-        gx, gw, gb = ops.default(*given, *needed)
+        gx, gw, gb = _BACKWARD(*given, *needed)
     # a gradient of a result that is not used, or one that went to main_grad
     absent = [grad is None or bool(ctx.main_grad) for grad in grads]
     return (
