@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import tileweave as tw
+from tileweave.nn.shards import local
 
 
 @pytest.fixture
@@ -309,3 +310,32 @@ def meshes(me: Member) -> list[str]:
 def test_a_group_may_be_one_dimension_of_a_mesh(world: World) -> None:
     for (error,) in world.run(meshes):
         assert "of 2 dimensions" in error and "mesh[dimension]" in error, error
+
+
+def gradients_of_shards(me: Member) -> None:
+    """What a layer does with a parameter has the gradients of to_local(), also second ones."""
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    generator = torch.Generator().manual_seed(0)
+    for shape, place in (((4, 6), Shard(0)), ((4, 6), Shard(1)), ((3, 2), Replicate())):
+        parameter = nn.Parameter(
+            distribute_tensor(torch.randn(shape, generator=generator), mesh, [place])
+        )
+        found, wanted = local(parameter), parameter.to_local()
+        assert torch.equal(found, wanted)
+        grad = torch.randn(wanted.shape, generator=generator)
+        turned = grad.t().contiguous().t()  # the same numbers in another layout
+        (want,) = torch.autograd.grad(wanted, parameter, grad)
+        for given in (grad, turned):
+            (got,) = torch.autograd.grad(found, parameter, given, retain_graph=True)
+            assert isinstance(got, DTensor) and got._spec == want._spec
+            assert got._spec is not parameter._spec
+            assert torch.equal(got.to_local(), want.to_local())
+            assert got.to_local().stride() == want.to_local().stride()
+        cubes = local(parameter).pow(3).sum()
+        (first,) = torch.autograd.grad(cubes, parameter, create_graph=True)
+        (second,) = torch.autograd.grad(first.to_local().sum(), parameter)
+        assert torch.allclose(second.to_local(), 6 * wanted)
+
+
+def test_layers_read_parameters_as_to_local_does(world: World) -> None:
+    world.run(gradients_of_shards)

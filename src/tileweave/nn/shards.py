@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tileweave.errors import require
 from tileweave.nn.loss_scaling import share_overflow
 from tileweave.ops.core.operator import refuse_transformed
+from tileweave.ops.core.recorded import recorded
 from tileweave.ops.core.registry import Group, group_of, name_of
 
 if TYPE_CHECKING:
@@ -132,8 +134,32 @@ def local(parameter: Any) -> Any:
         return parameter.to_local()
     if torch.is_grad_enabled() and parameter.requires_grad:
         refuse_transformed("a layer", [parameter])
-        return parameter.to_local()
+        return _to_local(parameter)
     return parameter._local_tensor  # 0.1 us in place of 3
+
+
+def _forward(ctx: Any, parameter: Any) -> torch.Tensor:
+    shard = parameter._local_tensor
+    ctx.spec, ctx.stride = parameter._spec, shard.stride()
+    return shard.view_as(shard)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    spec = ctx.spec
+    if grad.stride() != ctx.stride:  # what the spec says would not be true
+        grad = grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)
+    if torch.is_grad_enabled():  # create_graph=True
+        whole = {"shape": spec.shape, "stride": spec.stride}
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
+    made: Any = DTensor  # a copy: torch may change what it finds in it
+    return made(grad, copy(spec), requires_grad=False)
+
+
+# to_local() finds out anew what the whole gradient looks like, which takes 30 to 80 us. It is as
+# the parameter.
+_to_local = recorded("ToLocal", _forward, _backward)
 
 
 class ShardedModule(nn.Module):
