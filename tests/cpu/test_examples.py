@@ -146,6 +146,25 @@ def test_the_benchmark_of_fp8_training_finds_wrong_gradients(
         assert found["a"] < 1e-2 and found["b"] == pytest.approx(told, rel=1e-2)
 
 
+def test_the_benchmark_of_parallelize(tmp_path: Path) -> None:
+    """Losses and gradients of both forms are those of torch's styles."""
+    path = tmp_path / "out.json"
+    variants = ("tileweave", "tileweave-sequence", "torch", "torch-sequence")
+    output = run_example(
+        "bench_parallelize.py",
+        "--tiny",
+        "--repeats",
+        "1",
+        "--json",
+        str(path),
+        *variants,
+        on_gpu=False,
+    )
+    (case,) = json.loads(path.read_text("utf-8"))["cases"]
+    assert [*case["apart"]] == [*case["times"]] == [*variants] and "WRONG" not in output
+    assert max(case["apart"].values()) < 1e-4 and case["losses"]["tileweave"] > 0
+
+
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
     """The example compares, so it must report a different scale on one device."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
