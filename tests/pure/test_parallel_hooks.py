@@ -58,7 +58,7 @@ def test_the_first_block_takes_own_rows_and_all_other_arguments() -> None:
 
 
 def test_a_module_of_all_rows_gathers_one_tensor_alone() -> None:
-    hooks = own_rows.AllRows("mixer", nn.Identity(), "group", 1)
+    hooks = own_rows.AllRows("mixer", "it mixes rows", nn.Identity(), "group", 1)
     whole = torch.cat([X, X], 1)
     args, kwargs = hooks.begin(nn.Identity(), (X, MASK, 3), {"mask": MASK})
     assert equal(args[:2], (whole, MASK)) and args[2] == 3 and kwargs == {"mask": MASK}

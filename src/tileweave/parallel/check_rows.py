@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tileweave.parallel.plans import (
 from tileweave.parallel.styles import Colwise, Experts, LatentKeys, Rowwise
 from tileweave.parallel.trial import UNFIT
 
+_ROWS = 3  # of an input that is made up
 # Modules that compute each row for itself.
 _BY_ROW = (
     *(nn.Linear, nn.Dropout, nn.Identity),
@@ -48,10 +50,11 @@ def check_own_rows(
     routed: tuple[str, ...],
     lora: Iterable[str],
     gathers: bool,
-) -> list[str]:
+    counting: Iterable[str] = (),
+) -> dict[str, str]:
     """The paths of modules in ``roots``, whose activations are this rank's rows, that take all rows
-    instead: parts of them are not known to work row by row. Raises :class:`InputError` for a part
-    without such a module around it.
+    instead, and why: parts of them are not known to work row by row. Raises :class:`InputError` for
+    a part without such a module around it.
 
     Parameters
     ----------
@@ -66,8 +69,14 @@ def check_own_rows(
 
     gathers : bool
         Whether modules may take all rows. False: raise for them, too.
+
+    counting : iterable of str
+        Paths of blocks that take the number of rows from their input; see :func:`counts_rows`.
     """
-    found: list[str] = []
+    found: dict[str, str] = {}
+    for path in counting if gathers else ():
+        if any(path.startswith(f"{root}." if root else "") for root, _ in roots if root != path):
+            found[path] = "its forward takes the number of rows from its input"
     for path in sorted(styles):  # ranks may have other orders
         style = styles[path]
         inner = has_own_rows(path, [root for root, _ in roots])
@@ -112,7 +121,7 @@ def check_own_rows(
                 continue
             above = _module_in(module, root, name) if gathers else None
             if above is not None:
-                found.append(above)
+                found[above] = "its plan does not have all of its layers"
                 continue
             raise InputError(
                 f"asked: sequence_parallel=True with {name}, a {type(part).__name__} which the "
@@ -121,7 +130,11 @@ def check_own_rows(
                 "sequence_parallel=False, or pass plan={...} with "
                 f'"{name}": "sequence_parallel" if it computes each row for itself'
             )
-    return found
+    return {
+        path: why
+        for path, why in found.items()
+        if not any(path.startswith(f"{other}.") for other in found)
+    }
 
 
 def _is_row_by_row(module: nn.Module) -> bool:
@@ -187,6 +200,69 @@ def _takes_rows(model: nn.Module, experts: str) -> bool:
     copied: Any = copy.deepcopy(module, {id(p): p for p in module.parameters()}).eval()
     setattr(copied, experts.rpartition(".")[2], _EachToken())
     return _agrees_by_row(copied, hidden)
+
+
+def counts_rows(model: nn.Module, block: Block, size: int, dim: int) -> bool:
+    """Whether the module of ``block`` takes the number of rows, in dimension ``dim``, from its
+    input. It has the rows of one rank, while its layers return those of all ``size`` ranks.
+
+    It is tried with the same rows on every rank, so that all rows are copies of those, and with
+    its input for each argument that it must have.
+    """
+    module: Any = model.get_submodule(block.path)
+    first = next(module.parameters())
+    if first.is_meta:
+        return False
+    features = module.get_submodule(block.columns[0]).in_features
+    drawn = torch.Generator(first.device).manual_seed(0)
+    shape = (1, _ROWS, features) if dim else (_ROWS, 1, features)
+    x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        p
+        for p in signature(module.forward).parameters.values()
+        if p.default is Parameter.empty and p.kind in kinds
+    ]
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    try:
+        with torch.no_grad():
+            copied: Any = copy.deepcopy(module, memo).eval()
+            every = torch.cat([x] * size, dim)
+            wanted = _first(copied(*[every] * len(needed))).narrow(dim, 0, _ROWS)
+    except UNFIT:  # it takes something else
+        return False
+    for name in block.columns:
+        _set(copied, name, _Gathering(copied.get_submodule(name), size, dim))
+    _set(copied, block.row, _Scattering(copied.get_submodule(block.row), size, dim))
+    try:
+        with torch.no_grad():
+            found = _first(copied(*[x] * len(needed)))
+        return found.shape != wanted.shape or not torch.allclose(found, wanted, 0.02, 1e-3)
+    except UNFIT:
+        return True
+
+
+def _set(module: nn.Module, path: str, part: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, part)
+
+
+class _Gathering(nn.Module):
+    """A column-parallel layer where all ranks have the same rows."""
+
+    def __init__(self, layer: nn.Module, size: int, dim: int) -> None:
+        super().__init__()
+        self.layer, self.size, self.dim = layer, size, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.cat([x] * self.size, self.dim))
+
+
+class _Scattering(_Gathering):
+    """A row-parallel layer, of which this rank has the first rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).chunk(self.size, self.dim)[0]
 
 
 def _first(y: Any) -> torch.Tensor:

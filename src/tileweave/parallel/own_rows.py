@@ -168,15 +168,11 @@ class AllRows:
     """The hooks of a module that takes the rows of all ranks, and of whose output each rank takes
     its own. A copy of the module has its own hooks."""
 
-    def __init__(self, path: str, module: nn.Module, group_name: str, dim: int) -> None:
+    def __init__(self, path: str, why: str, module: nn.Module, group_name: str, dim: int) -> None:
         self.path, self.group_name, self.dim = path, group_name, dim
         module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.end, with_kwargs=True)
-        _LOG.warning(
-            "%s takes all rows on every rank with sequence_parallel=True: its plan does not have "
-            "all of its layers",
-            path,
-        )
+        _LOG.warning("%s takes all rows on every rank with sequence_parallel=True: %s", path, why)
 
     def begin(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

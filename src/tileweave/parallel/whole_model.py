@@ -22,7 +22,12 @@ from tileweave.ops.core.argument_types import checks_types_first
 from tileweave.ops.core.registry import Group, group_of, name_of
 from tileweave.parallel.adapters import shard_lora, take_base_layers
 from tileweave.parallel.attentions import known_attention
-from tileweave.parallel.check_rows import check_own_rows, has_own_rows, routed_parts
+from tileweave.parallel.check_rows import (
+    check_own_rows,
+    counts_rows,
+    has_own_rows,
+    routed_parts,
+)
 from tileweave.parallel.checks import (
     attributes_to_share,
     check_between,
@@ -142,7 +147,8 @@ def parallelize(
         its other arguments are summed over ranks. Layers outside of lists see all rows, and take
         the all-reduce form. Without a list the model takes and returns this rank's rows. With the
         plan "auto", a module with layers that are not in the plan takes all rows on every rank,
-        which costs a gather; a warning has its path.
+        which costs a gather; so does an attention with a norm in it that takes the number of rows
+        from its input. A warning has the path.
 
     sequence_dim : int
         With ``sequence_parallel``: the dimension of rows, 1 for activations [batch, sequence,
@@ -184,12 +190,12 @@ def parallelize(
     check_no_wrapper(model)
     for module in model.modules():
         name_features(module)
+    at = sequence_dim if sequence_parallel else None
     with TakenApart(model) as apart:
-        found = _planned(model, plan, size, check, sequence_parallel)
+        found = _planned(model, plan, size, check, at)
         apart.sharded.update(layer.path for layer in found.fused)
     styles, blocks, heads = found.styles, found.blocks, found.heads
     outer, all_rows = found.outer, found.all_rows
-    at = sequence_dim if sequence_parallel else None
     for layer in found.fused:
         split(model, layer, size)
         blocks.append(replace(block_of(layer), columns=layer.columns))
@@ -242,7 +248,7 @@ class _Planned:
     lora : paths of the LoRA around layers in ``styles``.
     routed : what paths begin with, of parts in which rows have any order.
     outer : the blocks of each list.
-    all_rows : paths of modules that take the rows of all ranks.
+    all_rows : paths of modules that take the rows of all ranks, and why.
     tried : modules whose first call is tried, by path.
     """
 
@@ -253,7 +259,7 @@ class _Planned:
     heads: Heads
     routed: tuple[str, ...]
     outer: list[list[tuple[str, nn.Module]]]
-    all_rows: list[str]
+    all_rows: dict[str, str]
     tried: dict[str, Tried]
 
     def by_row(self, path: str) -> bool:
@@ -262,9 +268,10 @@ class _Planned:
 
 
 def _planned(
-    model: nn.Module, plan: str | Styles, size: int, check: bool, sequence_parallel: bool
+    model: nn.Module, plan: str | Styles, size: int, check: bool, sequence_dim: int | None
 ) -> _Planned:
-    """The plan of ``model`` over ``size`` ranks, checked. Nothing is changed."""
+    """The plan of ``model`` over ``size`` ranks, checked. Nothing is changed. ``sequence_dim``:
+    None in the all-reduce form."""
     styles, blocks, fused, whole = _styles(model, plan, size, check)
     check_whole(model, styles, {layer.path for layer in fused})
     styles, blocks, lora = take_base_layers(model, styles, blocks)
@@ -273,12 +280,19 @@ def _planned(
     every = styles.keys() | {path for layer in fused for path in block_of(layer).paths()}
     styled = {**dict.fromkeys(every, COLUMN), **styles}
     blocks = _checked(model, blocks, fused, styled, whole, heads, size, check)
-    routed = routed_parts(model, styles) if sequence_parallel else ()
-    outer = _outer_lists(model, [*styled]) if sequence_parallel else []
-    all_rows: list[str] = []
-    if sequence_parallel:
+    routed: tuple[str, ...] = ()
+    outer: list[list[tuple[str, nn.Module]]] = []
+    all_rows: dict[str, str] = {}
+    if sequence_dim is not None:
+        routed, outer = routed_parts(model, styles), _outer_lists(model, [*styled])
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        all_rows = check_own_rows(roots, blocks, styled, routed, lora, plan == "auto")
+        unshared = [*blocks, *(replace(block_of(layer), shares=layer.shares) for layer in fused)]
+        counting = [
+            block.path
+            for block in unshared
+            if check and not block.shares and counts_rows(model, block, size, sequence_dim)
+        ]
+        all_rows = check_own_rows(roots, blocks, styled, routed, lora, plan == "auto", counting)
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, heads, size, named) if check else {}
     return _Planned(styles, blocks, fused, lora, heads, routed, outer, all_rows, tried)
@@ -332,7 +346,7 @@ def _replicate_parts(
     model: nn.Module,
     mesh: DeviceMesh,
     blocks: list[Block],
-    all_rows: list[str],
+    all_rows: dict[str, str],
     own_rows: list[nn.Module],
     dim: int | None,
     source: int | None,
@@ -344,9 +358,9 @@ def _replicate_parts(
         for child, part in model.get_submodule(block.path).named_children():
             if child in OWN_HEADS:
                 make_replicated(part, mesh, True, known, source)
-    for path in all_rows:
+    for path, why in all_rows.items():
         part = model.get_submodule(path)
-        AllRows(path, part, name_of(mesh), dim or 0)
+        AllRows(path, why, part, name_of(mesh), dim or 0)
         make_replicated(part, mesh, False, known, source)
     for part in own_rows:  # all else that is not sharded
         make_replicated(part, mesh, True, known, source)
