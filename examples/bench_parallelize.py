@@ -22,7 +22,7 @@ farther than ``APART`` from that of the first one.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -218,8 +218,9 @@ class Options:
     json: str | None
 
 
-def compare(me: Member, mesh: DeviceMesh, options: Options) -> list[dict[str, Any]]:
-    found, models = [], {name: build(name, me, mesh, options.sizes) for name in options.variants}
+def compare(me: Member, mesh: DeviceMesh, options: Options) -> Iterator[dict[str, Any]]:
+    """Yield the times of each case."""
+    models = {name: build(name, me, mesh, options.sizes) for name in options.variants}
     for tokens in options.tokens:
         generator = torch.Generator(me.device).manual_seed(tokens)
         ids = torch.randint(
@@ -229,8 +230,7 @@ def compare(me: Member, mesh: DeviceMesh, options: Options) -> list[dict[str, An
         for name, model in models.items():
             numbers[name] = [float(step(model, ids)), *norms_of(model)]
         times = timed(me, options, {n: partial(step, m, ids) for n, m in models.items()}, False)
-        found.append(case("step", tokens, times, numbers))
-        say(me, row(found[-1]))
+        yield case("step", tokens, times, numbers)
         for model in models.values():
             model.zero_grad(set_to_none=True)
     ids = torch.arange(FORWARD, device=me.device)[:, None]
@@ -238,9 +238,7 @@ def compare(me: Member, mesh: DeviceMesh, options: Options) -> list[dict[str, An
     functions.pop("torch-async", None)  # one row is no multiple of the ranks
     for graph in (False, True) if me.on_gpu and functions else ():
         times = timed(me, options, functions, graph)
-        found.append(case("forward, CUDA graph" if graph else "forward", FORWARD, times, {}))
-        say(me, row(found[-1]))
-    return found
+        yield case("forward, CUDA graph" if graph else "forward", FORWARD, times, {})
 
 
 def timed(
@@ -300,16 +298,19 @@ def say(me: Member, line: str) -> None:
 
 def run(me: Member, options: Options) -> bool:
     mesh = DeviceMesh.from_group(me.group, me.device.type, mesh_dim_names=("tp",))
-    results = compare(me, mesh, options)
-    if options.json is not None and me.rank == 0:
-        found = {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if me.on_gpu else "cpu",
-            "ranks": me.world_size,
-            "layers": options.sizes.layers,
-            "cases": results,
-        }
-        Path(options.json).write_text(json.dumps(found, indent=1))
+    results: list[dict[str, Any]] = []
+    found = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if me.on_gpu else "cpu",
+        "ranks": me.world_size,
+        "layers": options.sizes.layers,
+        "cases": results,
+    }
+    for result in compare(me, mesh, options):
+        results.append(result)
+        say(me, row(result))
+        if options.json is not None and me.rank == 0:  # now: a time limit may end the run
+            Path(options.json).write_text(json.dumps(found, indent=1))
     tw.synchronize()
     return not any(result["wrong"] for result in results)
 

@@ -3,6 +3,7 @@ gathered, while the weight stays whole."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
 import tileweave as tw
+from tileweave.parallel import gathered
 from tileweave.parallel.gathered import GatheredLinear, pays
+from tileweave.planning.machine import H200, Machine
+from tileweave.planning.topology import Topology
 
 WORDS, WIDTH = 12, 16
 
@@ -161,6 +165,26 @@ def of_uses(me: Member) -> list[str]:
 def test_second_derivatives_are_refused(world: World) -> None:
     for errors in run_either(world, False, of_uses):
         assert "create_graph" in errors[0] and "asked:" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "known"),
+    [
+        (H200, (0, 0), True),
+        (replace(H200, name="NVIDIA H100", num_sms=114), (0, 0), True),
+        (replace(H200, arch=80), (0, 0), False),
+        (replace(H200, unreachable="no peer access"), (0, 0), False),
+        (H200, (0, 1), False),
+    ],
+    ids=["H200", "H100", "A100", "no peer access", "two hosts"],
+)
+def test_heads_stay_whole_where_nothing_was_measured(
+    machine: Machine, nodes: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered, "machine_of", lambda device: machine)
+    monkeypatch.setattr(gathered, "known_topology_of", lambda name: Topology(nodes))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert gathered.resembles_measured("group") == known
 
 
 GPU = torch.device("cuda")

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from tileweave.ops.core.registry import rank_and_size
+from tileweave.ops.core.nodes import known_topology_of
+from tileweave.ops.core.registry import machine_of, rank_and_size
 from tileweave.ops.core.replicated import copy_to_group, gather_features, own_view
 from tileweave.parallel.plans import CONTAINERS
+from tileweave.planning.machine import H200
 
-# Of two H200: 16-bit matmuls, reading a weight, copying a result (read and written), NCCL over
-# NVLink, and what the host or a small collective takes, in inference and in training.
+# Of two H200 in one host: 16-bit matmuls, reading a weight, copying a result (read and written),
+# NCCL over NVLink, and what the host or a small collective takes, in inference and in training.
 _FLOPS, _MEMORY, _COPY, _LINK, _LATENCY, _LATENCY_TRAINED = 7.5e14, 4.2e12, 1.9e12, 3e11, 4e-5, 3e-4
 
 
@@ -29,12 +31,24 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         _, size = rank_and_size(self.group_name)
-        if not pays(input, self.weight, size):
+        known = not input.is_cuda or resembles_measured(self.group_name)
+        if not (known and pays(input, self.weight, size)):
             return linear(input, self.weight, self.bias)
         weight = own_view(self.weight, self.group_name)
         bias = None if self.bias is None else own_view(self.bias, self.group_name)
         y = linear(copy_to_group(input, self.group_name), weight, bias)
         return gather_features(y, self.group_name)
+
+
+def resembles_measured(group_name: str) -> bool:
+    """Whether the group is one of Hopper GPUs in one host, which map each other's memory: elsewhere
+    layers stay whole. A constant for torch.compile."""
+    machine = machine_of(torch.device("cuda", torch.cuda.current_device()))
+    one_host = known_topology_of(group_name).nodes == 1
+    return machine.arch == H200.arch and not machine.unreachable and one_host
+
+
+resembles_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pays(x: torch.Tensor, w: torch.Tensor, size: int) -> bool:
