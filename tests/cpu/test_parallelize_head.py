@@ -157,6 +157,12 @@ def of_uses(me: Member) -> list[str]:
     tw.parallelize(part)
     empty = part.head(torch.zeros(0, 3, WIDTH))
     assert empty.shape == (0, 3, WORDS)
+    # as after resize_token_embeddings
+    other = nn.Parameter(torch.randn(WORDS + 1, WIDTH, generator=torch.Generator().manual_seed(1)))
+    head = nn.Linear(WIDTH, WORDS, bias=False)
+    head.__class__ = GatheredLinear
+    head.weight, head.group_name = other, part.head.group_name  # type: ignore[assignment]
+    assert torch.equal(head(other), linear(other, other))
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = part.head(x)
     return [refusal(torch.autograd.grad, y.sum(), x, create_graph=True)]

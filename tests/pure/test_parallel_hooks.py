@@ -142,6 +142,8 @@ def test_parts_are_equal_and_without_rest(dim: int, monkeypatch: pytest.MonkeyPa
         assert torch.equal(whole, torch.cat([part, part + 100, part + 200], dim))
         like = parts_of_group._like_gathered(part, dim, "group")
         assert like.shape == whole.shape and like.stride() == whole.stride()
+    alone = parts_of_group._gather_parts(x[:1, :1], dim, "group")  # sizes of 1 before others
+    assert alone.stride() == torch.empty(alone.shape).stride()
     for function in (parts_of_group._own_part, parts_of_group._like_part):
         with pytest.raises(InputError, match="a multiple of the world size"):
             function(torch.zeros(7, 7, 7), dim, "group")

@@ -53,11 +53,13 @@ resembles_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def pays(x: torch.Tensor, w: torch.Tensor, size: int) -> bool:
     """Whether it is predicted to be faster that each of ``size`` ranks multiplies x [..., K] by its
-    rows of w [N, K] than that all multiply by the whole w. Without a GPU always, where x is not
-    empty."""
-    if x.numel() == 0 or x.device.type == "cpu":
-        return x.numel() > 0
+    rows of w [N, K] than that all multiply by the whole w. Without a GPU always, where x has rows
+    and ranks can share those of w."""
     features, depth = w.shape
+    if x.numel() == 0 or features % size:  # the weight may be another one than at first
+        return False
+    if x.device.type == "cpu":
+        return True
     rows, each = x.numel() // depth, w.element_size()
     result, weight = rows * features * each, features * depth * each
     matmul = 2 * rows * features * depth / _FLOPS

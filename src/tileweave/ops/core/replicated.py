@@ -181,9 +181,9 @@ def _check_parts(x: torch.Tensor, dim: int, size: int) -> None:
 
 def _gather_parts(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     parts = collectives.all_gather(x.contiguous()[None], group_of(group_name))
-    if all(size == 1 for size in x.shape[:dim]):
-        return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view
-    return torch.cat([*parts], dim)
+    if any(size != 1 for size in x.shape[:dim]):
+        return torch.cat([*parts], dim)
+    return parts.view(*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])
 
 
 def _like_part(x: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
