@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tileweave as tw
 from tileweave.nn.shards import local
+from tileweave.parallel.joined import JoinedTensor
 
 
 @pytest.fixture
@@ -339,3 +340,13 @@ def gradients_of_shards(me: Member) -> None:
 
 def test_layers_read_parameters_as_to_local_does(world: World) -> None:
     world.run(gradients_of_shards)
+
+
+def joined(me: Member) -> str:
+    mesh = init_device_mesh("cpu", (me.world_size,))
+    part = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
+    return error_of(local, nn.Parameter(JoinedTensor([part, part])))
+
+
+def test_tensors_without_a_local_tensor_are_refused(world: World) -> None:
+    assert all(error.startswith("InputError: asked: ") for error in world.run(joined))

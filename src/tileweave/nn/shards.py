@@ -134,8 +134,16 @@ def local(parameter: Any) -> Any:
         return parameter.to_local()
     if torch.is_grad_enabled() and parameter.requires_grad:
         refuse_transformed("a layer", [parameter])
-        return _to_local(parameter)
+        # a subclass may have no local tensor
+        return _to_local(parameter) if _is_plain(parameter) else parameter.to_local()
     return parameter._local_tensor  # 0.1 us in place of 3
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether a DTensor is of no subclass."""
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
 
 
 def _forward(ctx: Any, parameter: Any) -> torch.Tensor:
