@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
+from tensor_parallel_block import rotate
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -88,16 +89,6 @@ class Attention(nn.Module):
         )
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on [..., rows, features]."""
-    half = x.shape[-1] // 2
-    rate = 10_000 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * rate
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class MLP(nn.Module):

@@ -71,10 +71,11 @@ def check_own_rows(
         Whether modules may take all rows. False: raise for them, too.
 
     counting : iterable of str
-        Paths of blocks that take the number of rows from their input; see :func:`counts_rows`.
+        With ``gathers``: paths of blocks that take the number of rows from their input; see
+        :func:`counts_rows`.
     """
     found: dict[str, str] = {}
-    for path in counting if gathers else ():
+    for path in counting:
         if any(path.startswith(f"{root}." if root else "") for root, _ in roots if root != path):
             found[path] = "its forward takes the number of rows from its input"
     for path in sorted(styles):  # ranks may have other orders
@@ -150,9 +151,7 @@ def _is_row_by_row(module: nn.Module) -> bool:
 
 def _agrees_by_row(module: nn.Module, features: int) -> bool:
     """Whether ``module`` computes for two halves of some rows what it does for all of them."""
-    first = next(module.parameters())
-    drawn = torch.Generator(first.device).manual_seed(0)
-    x = torch.randn(1, 6, features, generator=drawn, device=first.device).to(first.dtype)
+    x = _drawn(module, 1, 6, features)
     try:
         with torch.no_grad():
             whole, *parts = (_first(module(t.clone())) for t in (x, *x.chunk(2, dim=1)))
@@ -194,10 +193,9 @@ def _takes_rows(model: nn.Module, experts: str) -> bool:
     module: Any = model.get_submodule(experts.rpartition(".")[0])
     stacked: Any = model.get_submodule(experts)
     hidden = stacked.down_proj.shape[2 if stacked.is_transposed else 1]
-    first = next(module.parameters())
-    if first.is_meta:
+    if next(module.parameters()).is_meta:
         return True
-    copied: Any = copy.deepcopy(module, {id(p): p for p in module.parameters()}).eval()
+    copied = _copy_of(module)
     setattr(copied, experts.rpartition(".")[2], _EachToken())
     return _agrees_by_row(copied, hidden)
 
@@ -210,23 +208,19 @@ def counts_rows(model: nn.Module, block: Block, size: int, dim: int) -> bool:
     its input for each argument that it must have.
     """
     module: Any = model.get_submodule(block.path)
-    first = next(module.parameters())
-    if first.is_meta:
+    if next(module.parameters()).is_meta:
         return False
     features = module.get_submodule(block.columns[0]).in_features
-    drawn = torch.Generator(first.device).manual_seed(0)
-    shape = (1, _ROWS, features) if dim else (_ROWS, 1, features)
-    x = torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
+    x = _drawn(module, *((1, _ROWS) if dim else (_ROWS, 1)), features)
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     needed = [
         p
         for p in signature(module.forward).parameters.values()
         if p.default is Parameter.empty and p.kind in kinds
     ]
-    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     try:
         with torch.no_grad():
-            copied: Any = copy.deepcopy(module, memo).eval()
+            copied = _copy_of(module)
             every = torch.cat([x] * size, dim)
             wanted = _first(copied(*[every] * len(needed))).narrow(dim, 0, _ROWS)
     except UNFIT:  # it takes something else
@@ -240,6 +234,19 @@ def counts_rows(model: nn.Module, block: Block, size: int, dim: int) -> bool:
         return found.shape != wanted.shape or not torch.allclose(found, wanted, 0.02, 1e-3)
     except UNFIT:
         return True
+
+
+def _drawn(module: nn.Module, *shape: int) -> torch.Tensor:
+    """Random numbers as the parameters of ``module`` are, the same on every rank."""
+    first = next(module.parameters())
+    drawn = torch.Generator(first.device).manual_seed(0)
+    return torch.randn(shape, generator=drawn, device=first.device).to(first.dtype)
+
+
+def _copy_of(module: nn.Module) -> Any:
+    """A copy of ``module`` with its parameters, as in inference."""
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    return copy.deepcopy(module, memo).eval()
 
 
 def _set(module: nn.Module, path: str, part: nn.Module) -> None:

@@ -230,7 +230,7 @@ def _mlp(model: nn.Module, path: str, size: int) -> Block | FusedLayer | None:
     if len(layers) != 2:
         return None
     for (column, first), (row, last) in (layers, layers[::-1]):
-        inner: int = last.in_features  # type: ignore[assignment]
+        inner: int = last.in_features
         known = {*first.parameters(), *last.parameters()}
         norms = [child for child in module.children() if _is_norm(child)]
         known |= {p for n in norms for p in n.parameters() if p.shape == (last.out_features,)}

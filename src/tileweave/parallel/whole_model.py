@@ -286,13 +286,15 @@ def _planned(
     if sequence_dim is not None:
         routed, outer = routed_parts(model, styles), _outer_lists(model, [*styled])
         roots = [root for blocks_of_list in outer for root in blocks_of_list] or [("", model)]
-        unshared = [*blocks, *(replace(block_of(layer), shares=layer.shares) for layer in fused)]
+        gathers = plan == "auto"
+        unshared = [each for each in blocks if not each.shares]
+        unshared += [block_of(layer) for layer in fused if not layer.shares]
         counting = [
             block.path
             for block in unshared
-            if check and not block.shares and counts_rows(model, block, size, sequence_dim)
+            if check and gathers and counts_rows(model, block, size, sequence_dim)
         ]
-        all_rows = check_own_rows(roots, blocks, styled, routed, lora, plan == "auto", counting)
+        all_rows = check_own_rows(roots, blocks, styled, routed, lora, gathers, counting)
     named = {*styles} if isinstance(plan, dict) else None
     tried = _tried(model, styles, fused, heads, size, named) if check else {}
     return _Planned(styles, blocks, fused, lora, heads, routed, outer, all_rows, tried)
